@@ -1,0 +1,7 @@
+"""`python -m stepfast`."""
+
+import sys
+
+from stepfast.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Run one node: its zygote, its store, its ranks."""

@@ -1,0 +1,346 @@
+"""The agent's shell: one node machine, its ranks' sockets and processes, one link to the coordinator.
+
+Owns: gathering inputs and performing outputs. Does not own: any decision (`core.node`), how
+processes are made and ended (`agent.processes`).
+Invariant: what a rank said before its end is taken in before its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
+from stepfast.agent.tail import LogTail, log_tail
+from stepfast.checkpoint.arena import sealed_slots
+from stepfast.core import node
+from stepfast.core.messages import (
+    FromCoordinator,
+    FromRank,
+    JobSettings,
+    ProbeRanks,
+    RankEntered,
+    RankQuiet,
+    RankReturned,
+    RankStart,
+    Welcome,
+)
+from stepfast.core.node_state import (
+    CoordinatorConnected,
+    CoordinatorLost,
+    ForkFailed,
+    FromJob,
+    FromLocalRank,
+    NodeInput,
+    NodeNoted,
+    NodeState,
+    NodeStopRequested,
+    NodeTick,
+    RankEnded,
+    RankForked,
+    StoreLost,
+    StoreReady,
+)
+from stepfast.core.outputs import (
+    EndProcess,
+    ForkRank,
+    KillRank,
+    OpenStore,
+    Output,
+    SendToCoordinator,
+    SendToRank,
+)
+from stepfast.core.terms import NodeId, Rank, SnapshotId
+from stepfast.errors import OperatingError, StepfastError
+from stepfast.runtime.descendants import read_process
+from stepfast.runtime.driver import Driver
+from stepfast.runtime.ports import Clock
+from stepfast.runtime.spawning import RankLaunch
+from stepfast.runtime.transport import CoordinatorLink
+from stepfast.runtime.wire import AGENT_TO_RANK, RANK_TO_AGENT
+
+_TICK_S = 0.02
+_LOOK_S = 0.05  # how often the logs are shown
+_READY_LIMIT_S = 120.0  # a zygote imports torch: seconds, on a cold disk a minute
+_DRAIN_LIMIT_S = 2.0
+_CLOSE_GRACE_S = 1.0
+
+# Behind these messages stands a change of what the slots hold, or of who must know it.
+_LOOK_AT_SLOTS = (RankEntered, RankQuiet, RankReturned)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What the ranks run."""
+
+    path: str
+    args: tuple[str, ...]
+    working_directory: str
+
+
+class Agent:
+    """One node of a job, in the running event loop."""
+
+    def __init__(
+        self,
+        *,
+        node_id: NodeId,
+        host: str,
+        coordinator: tuple[str, int],
+        token: str | None,
+        clock: Clock,
+        show: Callable[[str], None],
+        script: Script,
+    ) -> None:
+        """`show` prints one line on the console."""
+        self._script = script
+        self._node_id = node_id
+        self._host = host
+        self._clock = clock
+        self._tail = LogTail(show)
+        self._processes: NodeProcesses | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rank_of_pid: dict[int, tuple[Rank, int]] = {}
+        self._process_of: dict[Rank, RankProcess] = {}
+        self._log_of: dict[Rank, Path] = {}
+        self._settings: JobSettings | None = None
+        self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._link = CoordinatorLink(
+            coordinator,
+            token=token,
+            on_connected=lambda: self._feed(CoordinatorConnected()),
+            on_message=self._from_coordinator,
+            on_lost=lambda: self._feed(CoordinatorLost()),
+        )
+        state = NodeState(node=node_id, host=host, pid=os.getpid(), slot_root="", log_root="")
+        self._driver: Driver[NodeState, NodeInput] = Driver(node.step, state, self, clock)
+
+    def stop(self, reason: str) -> None:
+        """End this node in order."""
+        self._feed(NodeStopRequested(reason))
+
+    async def run(self, join_limit_s: float) -> int:
+        """Serve until the job is over here; the exit code."""
+        link = asyncio.create_task(self._link.keep(join_limit_s))
+        ticking = asyncio.create_task(self._tick())
+        try:
+            ended = asyncio.ensure_future(self._exit)
+            waits: set[asyncio.Future[Any]] = {link, ticking, ended}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for task in (link, ticking):
+                if task.done() and not self._exit.done():
+                    task.result()
+            return self._exit.result()
+        finally:
+            ticking.cancel()
+            await self._link.drain(_DRAIN_LIMIT_S)
+            link.cancel()
+            await self._close()
+
+    async def _close(self) -> None:
+        if self._processes is not None:
+            await self._processes.close(_CLOSE_GRACE_S)
+        self._tail.finish()
+        if self._settings is not None:
+            # An orderly end leaves nothing; the parent directory goes with the last node.
+            shutil.rmtree(self._driver.state.slot_root, ignore_errors=True)
+            parent = Path(self._driver.state.slot_root).parent
+            if parent.exists() and not any(parent.iterdir()):
+                shutil.rmtree(parent, ignore_errors=True)
+
+    async def _tick(self) -> None:
+        looked_at = 0.0
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._feed(NodeTick())
+            if self._clock.monotonic() - looked_at >= _LOOK_S:
+                looked_at = self._clock.monotonic()
+                self._tail.look()
+
+    def _feed(self, given: NodeInput) -> None:
+        self._driver.feed(given)
+
+    def _spawn(self, work: asyncio.Task[None]) -> None:
+        self._tasks.add(work)
+        work.add_done_callback(self._tasks.discard)
+
+    # --- inputs ----------------------------------------------------------------------------------
+
+    def _from_coordinator(self, message: FromCoordinator) -> None:
+        if isinstance(message, Welcome) and self._settings is None:
+            self._prepare(message.settings)
+        stopped: frozenset[Rank] = frozenset()
+        if isinstance(message, ProbeRanks):
+            processes = self._process_of.items()
+            stopped = frozenset(rank for rank, p in processes if _is_stopped(p.pid))
+        self._feed(FromJob(message, stopped))
+
+    def _prepare(self, settings: JobSettings) -> None:
+        """The first welcome: directories, zygote."""
+        self._settings = settings
+        job = f"stepfast-{os.getuid()}-{settings.job_id}"
+        slot_root = Path(settings.memory_dir) / job / f"node-{self._node_id}"
+        slot_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log_root = Path(settings.job_dir) / "logs"
+        log_root.mkdir(parents=True, exist_ok=True)
+        self._driver.state = node.with_places(self._driver.state, str(slot_root), str(log_root))
+        callbacks = NodeCallbacks(
+            on_rank_end=self._rank_ended,
+            on_store_end=lambda pid, end: self._feed(StoreLost(f"store (pid {pid}) ended: {end}")),
+            on_preload_note=lambda note: self._note("preload", f"{note.module}: {note.reason}"),
+            on_zygote_end=lambda end: self._note("zygote ended", str(end)),
+            on_stuck=lambda entries: self._note("stuck processes", str(entries)),
+        )
+        log_directory = log_root / f"node-{self._node_id}"
+        log_directory.mkdir(exist_ok=True)
+        self._processes = NodeProcesses(
+            script=self._script.path,
+            log_directory=log_directory,
+            callbacks=callbacks,
+            preload_names=settings.preload,
+        )
+        self._processes.start()
+
+    def _note(self, topic: str, text: str) -> None:
+        self._feed(NodeNoted(topic, text))
+
+    def _rank_ended(self, pid: int, end: RankEnd) -> None:
+        rank, incarnation = self._rank_of_pid.pop(pid)
+        process = self._process_of[rank]
+        if process.pid == pid:
+            self._read_rank(rank, incarnation, process.socket, to_the_end=True)
+            self._close_rank(process.socket)
+            del self._process_of[rank]
+        self._tail.look()
+        self._feed(
+            RankEnded(
+                rank=rank,
+                incarnation=incarnation,
+                exit_code=end.exit_code,
+                signal=end.signal,
+                log_tail=log_tail(self._log_of[rank]),
+                snapshots=self._held_by(rank),
+            )
+        )
+
+    def _close_rank(self, sock: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(sock.fileno())
+        sock.close()
+
+    def _read_rank(
+        self, rank: Rank, incarnation: int, sock: socket.socket, *, to_the_end: bool = False
+    ) -> None:
+        while True:
+            try:
+                data = sock.recv(RANK_TO_AGENT.bytes_max + 1)
+            except (BlockingIOError, OSError):
+                return
+            if not data:
+                if not to_the_end:
+                    asyncio.get_running_loop().remove_reader(sock.fileno())
+                return
+            try:
+                message: FromRank = RANK_TO_AGENT.decode(data)
+            except OperatingError as error:
+                self._note("garbage from a rank", f"rank {rank}: {error}")
+                continue
+            snapshots = self._held_by(rank) if isinstance(message, _LOOK_AT_SLOTS) else None
+            self._feed(FromLocalRank(rank, incarnation, message, snapshots))
+
+    def _held_by(self, rank: Rank) -> tuple[SnapshotId, ...]:
+        directory = Path(self._driver.state.slot_root) / f"rank-{rank}"
+        if not directory.exists():
+            return ()
+        return tuple(sorted(slot.snapshot for slot in sealed_slots(directory)))
+
+    # --- the machine's hands ---------------------------------------------------------------------
+
+    def perform(self, output: Output) -> None:
+        """Carry out one order of the node's machine."""
+        match output:
+            case SendToCoordinator(message):
+                self._link.send(message)
+            case SendToRank(rank, message):
+                self._send_to_rank(rank, AGENT_TO_RANK.encode(message))
+                if isinstance(message, RankStart):
+                    self._follow(rank, Path(message.log_path))
+            case ForkRank(rank, incarnation):
+                self._spawn(asyncio.create_task(self._fork(rank, incarnation)))
+            case KillRank(rank):
+                if rank in self._process_of:
+                    self._end(self._process_of[rank].pid)
+            case OpenStore():
+                self._spawn(asyncio.create_task(self._open_store()))
+            case EndProcess(exit_code):
+                if not self._exit.done():
+                    self._exit.set_result(exit_code)
+            case _:
+                raise AssertionError(f"not a node's output: {output}")
+
+    def _end(self, pid: int) -> None:
+        assert self._processes is not None, "ranks exist, so processes do"
+        self._processes.end_rank(pid)
+
+    def _send_to_rank(self, rank: Rank, data: bytes) -> None:
+        process = self._process_of.get(rank)
+        if process is None:
+            return  # its end is on the way
+        try:
+            process.socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            # A rank that reads nothing is stopped or wedged; the deadline that follows replaces it.
+            self._note("rank reads nothing", f"rank {rank}: an order was dropped")
+        except OSError:
+            return  # its end is on the way
+
+    def _follow(self, rank: Rank, path: Path) -> None:
+        self._log_of[rank] = path
+        self._tail.follow(path, f"[node {self._node_id} rank {rank}]")
+
+    async def _fork(self, rank: Rank, incarnation: int) -> None:
+        assert self._processes is not None and self._settings is not None, (
+            "forked after the welcome"
+        )
+        log = Path(self._driver.state.log_root) / f"rank-{rank}-start-{incarnation}.log"
+        self._follow(rank, log)
+        launch = RankLaunch(
+            script=self._script.path,
+            script_args=list(self._script.args),
+            working_directory=self._script.working_directory,
+            log_path=str(log),
+            label=f"stepfast-r{rank}",
+        )
+        try:
+            await self._processes.wait_ready(_READY_LIMIT_S)
+            process = await self._processes.fork_rank(launch, socket_kind=socket.SOCK_SEQPACKET)
+        except StepfastError as error:
+            self._feed(ForkFailed(rank, incarnation, str(error)))
+            return
+        process.socket.setblocking(False)
+        self._process_of[rank] = process
+        self._rank_of_pid[process.pid] = (rank, incarnation)
+        self._feed(RankForked(rank, incarnation, process.pid))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(process.socket.fileno(), self._read_rank, rank, incarnation, process.socket)
+
+    async def _open_store(self) -> None:
+        assert self._processes is not None, "a store is wanted after the welcome"
+        try:
+            await self._processes.wait_ready(_READY_LIMIT_S)
+            port = await self._processes.open_store(self._host)
+        except StepfastError as error:
+            await asyncio.sleep(0.2)  # a store that dies at once must not spin
+            self._feed(StoreLost(str(error)))
+            return
+        self._feed(StoreReady(port))
+
+
+def _is_stopped(pid: int) -> bool:
+    entry = read_process(pid)
+    return entry is not None and entry.state in "Tt"

@@ -1,0 +1,1 @@
+"""Prove: faults injected on purpose."""

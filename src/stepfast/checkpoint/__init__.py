@@ -1,0 +1,1 @@
+"""Keep state: snapshot slots in shared memory and what they hold."""

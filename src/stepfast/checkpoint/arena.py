@@ -1,0 +1,249 @@
+"""Slot files in the node's memory: claimed before use, sealed after the last byte, self-describing.
+
+Owns: the files `slot-K.safetensors` of one rank, their space and seals, which may be overwritten.
+Does not own: what lies in a slot (`layout`, `tensors`); when snapshots are due; who else reads one.
+
+Invariants:
+- The newest sealed slot is never overwritten, moved or re-laid, nor is a protected one.
+- A file being laid out begins with a header length of zero: it reads as no slot at all until its
+  header is whole.
+- A seal is read from the file whenever it is asked for; another process may have taken it away.
+- It may be left at any line (a signal that raises, a kill): what is on disk then is what counts.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from stepfast.checkpoint import layout as layouts
+from stepfast.checkpoint.layout import Entry, Layout
+from stepfast.checkpoint.restore import read_open_state, read_state
+from stepfast.core.terms import Generation, SnapshotId, Step
+from stepfast.errors import OperatingError
+
+SLOT_COUNT_MAX = 16
+_SEAL = slice(layouts.SEAL_START, layouts.SEAL_END)
+_OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class SealedSlot(msgspec.Struct, frozen=True):
+    """A slot file that says which snapshot it holds."""
+
+    path: Path
+    snapshot: SnapshotId
+    layout_digest: str
+
+
+class Slot:
+    """One laid-out slot file, mapped for writing."""
+
+    def __init__(self, path: Path, layout: Layout, mapped: mmap.mmap) -> None:
+        self.path = path
+        self.layout = layout
+        self._mapped = mapped
+
+    @property
+    def snapshot(self) -> SnapshotId | None:
+        """What the seal says now; None while there is none."""
+        return layouts.parse_seal(self._mapped[_SEAL], self.layout.digest)
+
+    def unseal(self) -> None:
+        self._mapped[_SEAL] = layouts.UNSEALED
+
+    def seal(self, snapshot: SnapshotId) -> None:
+        """Say that the slot holds `snapshot`; every byte of it must be in place."""
+        assert self.snapshot is None, f"{self.path} is sealed already"
+        self._mapped[_SEAL] = layouts.seal_bytes(snapshot, self.layout.digest)
+
+    def view(self, entry: Entry) -> memoryview:
+        """The writable bytes of one entry; they keep the mapping alive."""
+        start = self.layout.data_start
+        return memoryview(self._mapped)[start + entry.start : start + entry.end]
+
+    def write_plain(self, blob: bytes) -> None:
+        """Put the plain values into their entry, with length and checksum."""
+        assert self.layout.has_room_for(len(blob)), (
+            f"{len(blob)} plain bytes do not fit into {self.path}"
+        )
+        framed = layouts.frame_plain(blob)
+        self.view(self.layout.plain)[: len(framed)] = framed
+
+
+class Arena:
+    """The slots of one rank in `directory`, made with mode 0700; slots left there are adopted."""
+
+    def __init__(self, directory: Path, slot_count: int = 2) -> None:
+        assert 2 <= slot_count <= SLOT_COUNT_MAX, (
+            f"{slot_count} slots: at least 2, at most {SLOT_COUNT_MAX}"
+        )
+        self.directory = directory
+        self.laid_count = 0
+        self._layout: Layout | None = None
+        self._paths = [directory / f"slot-{index}.safetensors" for index in range(slot_count)]
+        _make_private(directory)
+        self._slots: list[Slot | None] = [_try_adopt(path) for path in self._paths]
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for slot in self._slots if slot is not None]
+
+    def newest(self) -> Slot | None:
+        """The sealed slot of the newest snapshot."""
+        sealed = [
+            (snapshot, slot.path, slot)
+            for slot in self.slots
+            if (snapshot := slot.snapshot) is not None
+        ]
+        return max(sealed)[2] if sealed else None
+
+    def claim(self, layout: Layout) -> None:
+        """From now on hand out slots of `layout`; space of slots not there yet is claimed at once.
+
+        Existing slots are re-laid when `free_slot` hands them out, so that sealed ones stay until
+        then. Raises OperatingError where the memory is too small.
+        """
+        self._layout = layout
+        for index, slot in enumerate(self._slots):
+            if slot is None:
+                self._slots[index] = self._lay(index, layout)
+
+    def free_slot(self, protected: frozenset[SnapshotId] = frozenset()) -> Slot | None:
+        """A slot of the claimed layout to overwrite, oldest first; None where all are needed."""
+        assert self._layout is not None, "claim a layout first"
+        newest = self.newest()
+        free: list[tuple[tuple[int, int], int]] = []
+        for index, slot in enumerate(self._slots):
+            snapshot = slot.snapshot if slot is not None else None
+            if snapshot is None:
+                free.append(((-1, -1), index))
+            elif slot is not newest and snapshot not in protected:
+                free.append(((snapshot.generation, snapshot.step), index))
+        if not free:
+            return None
+        index = min(free)[1]
+        chosen = self._slots[index]
+        if chosen is None or not chosen.layout.serves(self._layout):
+            # Forgotten before it is touched: an interrupt in between must leave no stale mapping.
+            self._slots[index] = chosen = None
+            chosen = self._slots[index] = self._lay(index, self._layout)
+        return chosen
+
+    def close(self) -> None:
+        """Let go of all mappings. The files stay: they outlive the process on purpose."""
+        self._slots = [None] * len(self._slots)
+
+    def _lay(self, index: int, layout: Layout) -> Slot:
+        path = self._paths[index]
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+        except OSError as error:
+            raise OperatingError(f"{path}: {error.strerror}") from error
+        try:
+            os.pwrite(descriptor, bytes(8), 0)
+            os.posix_fallocate(descriptor, 0, layout.file_bytes)
+            os.ftruncate(descriptor, layout.file_bytes)
+            os.pwrite(descriptor, layout.header[8:], 8)
+            os.pwrite(descriptor, layout.header[:8], 0)
+            self.laid_count += 1
+            return Slot(path, layout, _map(descriptor, layout.file_bytes))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                raise OperatingError(f"{path}: {error.strerror}") from error
+            os.ftruncate(descriptor, 0)
+            raise self._no_room(layout) from error
+        finally:
+            os.close(descriptor)
+
+    def _no_room(self, layout: Layout) -> OperatingError:
+        total = needed_bytes(layout, len(self._paths))
+        return OperatingError(
+            f"no room for a snapshot slot: {layout.file_bytes} bytes needed ({total} for"
+            f" {len(self._paths)} slots), {free_bytes(self.directory)} bytes free in"
+            f" {self.directory}; enlarge that memory (docker --shm-size, an emptyDir's sizeLimit),"
+            " or run fewer ranks per node"
+        )
+
+
+def needed_bytes(layout: Layout, slot_count: int) -> int:
+    """The memory that the slots of one rank take."""
+    return -(-layout.file_bytes // mmap.PAGESIZE) * mmap.PAGESIZE * slot_count
+
+
+def free_bytes(directory: Path) -> int:
+    """What the file system of `directory` has left for us."""
+    return (room := os.statvfs(directory)).f_bavail * room.f_frsize
+
+
+def sealed_slots(directory: Path) -> list[SealedSlot]:
+    """The sealed slots in `directory`, oldest first; torn, cut and foreign files are passed over.
+
+    For other processes. A listed slot may be overwritten unless its rank is dead or protects it.
+    """
+    found = []
+    for path in sorted(directory.glob("slot-*.safetensors")):
+        try:
+            layout, snapshot = read_state(path)
+        except (OSError, ValueError):
+            continue
+        if snapshot is not None:
+            found.append(SealedSlot(path, snapshot, layout.digest))
+    return sorted(found, key=lambda slot: (slot.snapshot, slot.path))
+
+
+def invalidate(
+    directory: Path, *, newer_than_step: Step, before_generation: Generation
+) -> list[SnapshotId]:
+    """Unseal what is newer than the step that `before_generation` opens at, and older than it.
+
+    Doing it again changes nothing. Who missed several generations calls it for each of them, in
+    order. Returns what was unsealed.
+    """
+    gone = []
+    for slot in sealed_slots(directory):
+        if slot.snapshot.step > newer_than_step and slot.snapshot.generation < before_generation:
+            descriptor = os.open(slot.path, os.O_WRONLY | _OPEN_FLAGS)
+            try:
+                os.pwrite(descriptor, layouts.UNSEALED, layouts.SEAL_START)
+            finally:
+                os.close(descriptor)
+            gone.append(slot.snapshot)
+    return gone
+
+
+def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
+    # Populated now, so that the first snapshot does not pay a page fault for every 4 KiB.
+    return mmap.mmap(
+        descriptor, size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    )
+
+
+def _try_adopt(path: Path) -> Slot | None:
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | _OPEN_FLAGS)
+    except OSError:  # absent, or no file to write to: laying the slot out will say so
+        return None
+    try:
+        layout, _ = read_open_state(descriptor)
+        return Slot(path, layout, _map(descriptor, layout.file_bytes))
+    except ValueError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        status = os.stat(directory)
+        if status.st_uid != os.geteuid():
+            raise OperatingError(f"{directory} belongs to another user; choose another directory")
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            os.chmod(directory, 0o700)
+    except OSError as error:
+        raise OperatingError(f"{directory}: {error.strerror}") from error

@@ -1,0 +1,246 @@
+"""The bytes of a slot file: which tensor lies where, and what the file says about itself.
+
+Owns: the header of a slot, its seal, and the frame of the plain values.
+Does not own: files and mappings (`arena`), tensors (`tensors`), the plain values' codec (`plain`).
+
+Invariants:
+- A slot is, byte for byte, a valid `.safetensors` file: 8 bytes of little-endian header length, a
+  JSON header, data without holes. `__metadata__` carries the sharding metadata of PyTorch's DCP.
+- The seal has a fixed place and width; sealing changes no other byte. A torn one reads as unsealed.
+- Two layouts with one digest agree in every name, dtype, shape, global shape and offset. How much
+  room the plain values have is no part of it: processes with the same tensors share their slots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from stepfast.core.terms import Generation, SnapshotId, Step
+from stepfast.errors import ScriptError
+
+PLAIN_NAME = "stepfast.plain"
+HEADER_BYTES_MAX = 100_000_000  # the format's own limit
+DATA_ALIGNMENT_BYTES = 64  # a cache line; vectorised copies start on one
+PLAIN_ROUND_BYTES = 4096
+
+# Names of the safetensors format. Sub-byte types have no whole size and are left out.
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+
+_LENGTH_BYTES = 8
+_SEAL_PREFIX = b'{"__metadata__":{"stepfast_seal":"'
+_SEAL_BYTES = 64
+SEAL_START = _LENGTH_BYTES + len(_SEAL_PREFIX)
+SEAL_END = SEAL_START + _SEAL_BYTES
+UNSEALED = b"unsealed".ljust(_SEAL_BYTES, b".")
+
+_PLAIN_CHECK_BYTES = 16
+_PLAIN_FRAME_BYTES = 8 + _PLAIN_CHECK_BYTES
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One local tensor: the part at `offsets`, of size `shape`, of a tensor of `global_shape`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Entry(TensorSpec, frozen=True):
+    """A tensor with its place: bytes `start` to `end` of the file's data part."""
+
+    start: int
+    end: int
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, self.shape, self.global_shape, self.offsets)
+
+
+class Layout(msgspec.Struct, frozen=True, dict=True):
+    """The places of all tensors of one rank, and of its plain values behind them."""
+
+    entries: tuple[Entry, ...]
+    plain: Entry
+    digest: str
+
+    @classmethod
+    def build(cls, specs: Iterable[TensorSpec], plain_bytes: int) -> Layout:
+        """Place `specs`, widest dtype first so that each is aligned, and room for `plain_bytes`.
+
+        Raises ScriptError where two tensors have one name.
+        """
+        ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
+        entries, end, seen = [], 0, {PLAIN_NAME, "__metadata__"}
+        for spec in ordered:
+            if spec.name in seen:
+                raise ScriptError(
+                    f"two tracked tensors are named {spec.name!r}; rename one tracked object"
+                )
+            seen.add(spec.name)
+            start, end = end, end + spec.size_bytes
+            entries.append(_place(spec, start, end))
+        capacity = _plain_capacity_bytes(plain_bytes)
+        plain = TensorSpec(PLAIN_NAME, "U8", (capacity,), (capacity,), (0,))
+        return cls(tuple(entries), _place(plain, end, end + capacity), _digest(entries))
+
+    @cached_property
+    def header(self) -> bytes:
+        """The file's first bytes, length included, unsealed."""
+        everything = (*self.entries, self.plain)
+        sharding = {
+            e.name: {"saved_offsets": e.offsets, "global_shape": e.global_shape} for e in everything
+        }
+        metadata = {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
+            "stepfast_layout": self.digest,
+        }
+        tensors = {
+            e.name: {"dtype": e.dtype, "shape": e.shape, "data_offsets": (e.start, e.end)}
+            for e in everything
+        }
+        text = _SEAL_PREFIX + UNSEALED + b'",' + _dump(metadata)[1:] + b"," + _dump(tensors)[1:]
+        text += b" " * (-(len(text) + _LENGTH_BYTES) % DATA_ALIGNMENT_BYTES)
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        return {entry.name: entry for entry in self.entries}
+
+    @property
+    def data_start(self) -> int:
+        return len(self.header)
+
+    @property
+    def file_bytes(self) -> int:
+        return self.data_start + self.plain.end
+
+    def serves(self, wanted: Layout) -> bool:
+        """Whether a slot of this layout can take a snapshot of the `wanted` one."""
+        return self.digest == wanted.digest and self.plain.end >= wanted.plain.end
+
+    def has_room_for(self, plain_bytes: int) -> bool:
+        return plain_bytes + _PLAIN_FRAME_BYTES <= self.plain.size_bytes
+
+
+def header_bytes(first: bytes) -> int:
+    """The header's bytes, length included, by a file's `first` eight. ValueError if absurd."""
+    length = int.from_bytes(first[:_LENGTH_BYTES], "little")
+    if len(first) < _LENGTH_BYTES or not _SEAL_BYTES < length <= HEADER_BYTES_MAX:
+        raise ValueError("the header's length makes no sense")
+    return length + _LENGTH_BYTES
+
+
+def parse_header(raw: bytes) -> Layout:
+    """The layout that a slot's header describes, its digest checked; ValueError: what is wrong."""
+    if not raw[_LENGTH_BYTES:].startswith(_SEAL_PREFIX):
+        raise ValueError("the header is not that of a slot")
+    try:
+        # Whatever a torn seal left there is no concern of the layout; it need not even be text.
+        document = json.loads(raw[_LENGTH_BYTES:SEAL_START] + UNSEALED + raw[SEAL_END:])
+        metadata = document.pop("__metadata__")
+        sharding = json.loads(metadata["DCP_SHARDING_INFO"])
+        entries = [_parse_entry(name, value, sharding[name]) for name, value in document.items()]
+        stated = metadata["stepfast_layout"]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"the header is damaged: {error!r}") from error
+    entries.sort(key=lambda entry: (entry.start, entry.end, entry.name == PLAIN_NAME))
+    layout = Layout(tuple(entries[:-1]), entries[-1], _digest(entries[:-1]))
+    if not entries or layout.plain.name != PLAIN_NAME or layout.digest != stated:
+        raise ValueError("the header's digest does not match its entries")
+    position = 0
+    for entry in entries:
+        if entry.start != position or entry.end - entry.start != entry.size_bytes:
+            raise ValueError(f"the bytes of {entry.name!r} are not where they must be")
+        position = entry.end
+    return layout
+
+
+def seal_bytes(snapshot: SnapshotId, digest: str) -> bytes:
+    """The seal that says: this file holds `snapshot`, in the layout of `digest`."""
+    body = f"sealed {snapshot.generation:016x} {snapshot.step:016x} ".encode()
+    return (body + _seal_check(body, digest)).ljust(_SEAL_BYTES, b".")
+
+
+def parse_seal(seal: bytes, digest: str) -> SnapshotId | None:
+    """What a seal says; None where it is torn, foreign or absent."""
+    words = seal.split(b" ")
+    if len(words) != 4 or words[0] != b"sealed":
+        return None
+    try:
+        snapshot = SnapshotId(Generation(int(words[1], 16)), Step(int(words[2], 16)))
+    except ValueError:
+        return None
+    # Written again rather than taken apart: only the one spelling counts.
+    return snapshot if seal == seal_bytes(snapshot, digest) else None
+
+
+def frame_plain(blob: bytes) -> bytes:
+    """`blob` behind its length and checksum, as it lies in the plain entry."""
+    return len(blob).to_bytes(8, "little") + _plain_check(blob) + blob
+
+
+def unframe_plain(area: memoryview) -> bytes:
+    """The plain values in their entry's bytes. ValueError where length or checksum is wrong."""
+    length = int.from_bytes(area[:8], "little")
+    if length > len(area) - _PLAIN_FRAME_BYTES:
+        raise ValueError("the plain values' length is damaged")
+    blob = bytes(area[_PLAIN_FRAME_BYTES : _PLAIN_FRAME_BYTES + length])
+    if bytes(area[8:_PLAIN_FRAME_BYTES]) != _plain_check(blob):
+        raise ValueError("the plain values' checksum is wrong")
+    return blob
+
+
+def _place(spec: TensorSpec, start: int, end: int) -> Entry:
+    return Entry(spec.name, spec.dtype, spec.shape, spec.global_shape, spec.offsets, start, end)
+
+
+def _parse_entry(name: str, value: dict[str, Any], sharding: dict[str, Any]) -> Entry:
+    start, end = value["data_offsets"]
+    raw = {
+        "name": name, "dtype": value["dtype"], "shape": value["shape"], "start": start, "end": end,
+        "global_shape": sharding["global_shape"], "offsets": sharding["saved_offsets"],
+    }  # fmt: skip
+    return msgspec.convert(raw, Entry)
+
+
+def _plain_capacity_bytes(plain_bytes: int) -> int:
+    # Half as much again, or a loader's slowly growing state would mean a new layout at every step.
+    wanted = _PLAIN_FRAME_BYTES + plain_bytes + plain_bytes // 2
+    return -(-wanted // PLAIN_ROUND_BYTES) * PLAIN_ROUND_BYTES
+
+
+def _digest(entries: Iterable[Entry]) -> str:
+    rows = sorted((e.name, e.dtype, e.shape, e.global_shape, e.offsets) for e in entries)
+    return hashlib.blake2b(msgspec.msgpack.encode(rows), digest_size=16).hexdigest()
+
+
+def _seal_check(body: bytes, digest: str) -> bytes:
+    return hashlib.blake2b(body + digest.encode(), digest_size=7).hexdigest().encode()
+
+
+def _plain_check(blob: bytes) -> bytes:
+    return hashlib.blake2b(blob, digest_size=_PLAIN_CHECK_BYTES).digest()
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,123 @@
+"""`stepfast COMMAND`: parse, load the settings, run one process, end with its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepfast.cli.parser import build_parser
+from stepfast.config import (
+    LOOPBACK_HOSTS,
+    SETTINGS,
+    JobConfig,
+    load_config,
+    parse_text,
+    split_address,
+)
+from stepfast.errors import ConfigError, StepfastError, UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command's exit code; every refusal is one line on the error stream."""
+    try:
+        options = build_parser().parse_args(argv)
+        return _dispatch(options)
+    except StepfastError as error:
+        sys.stderr.write(f"stepfast: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(options: argparse.Namespace) -> int:
+    config = _config(options)
+    match options.command:
+        case "run":
+            from stepfast.cli.run import run_cluster
+
+            return run_cluster(config, _checked_script(options.script), tuple(options.script_args))
+        case "coordinator":
+            return _coordinator(config, options)
+        case "agent":
+            return _agent(config, options)
+    raise AssertionError(f"no such command: {options.command}")
+
+
+def _config(options: argparse.Namespace) -> JobConfig:
+    given: dict[str, Any] = {}
+    for name in SETTINGS:
+        if not hasattr(options, name):
+            continue
+        value = getattr(options, name)
+        given[name] = tuple(value) if isinstance(value, list) else parse_text(name, value)
+    file = Path(options.config) if options.config else None
+    config = load_config(file, os.environ, given)
+    if config.fault:
+        from stepfast.chaos.inject import parse_fault
+
+        for text in config.fault:
+            if parse_fault(text).rank >= config.world_size:
+                raise ConfigError(f"--fault {text}: the job has ranks 0 to {config.world_size - 1}")
+    return config
+
+
+def _checked_script(script: str) -> str:
+    """The script's path; what is wrong with it is said before anything starts."""
+    path = Path(script)
+    if not path.is_file():
+        raise ConfigError(f"there is no script {script}")
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except SyntaxError as error:
+        raise UserError(f"{script}, line {error.lineno}: {error.msg}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {script}: {error}") from error
+    return str(path.resolve())
+
+
+def _token(config: JobConfig) -> str | None:
+    """The job's token; never logged, never in an event."""
+    if config.token_file:
+        try:
+            token = Path(config.token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the token file {config.token_file}: {error}") from error
+        if not token:
+            raise ConfigError(f"the token file {config.token_file} is empty")
+        return token
+    return os.environ.get("STEPFAST_TOKEN") or None
+
+
+def _coordinator(config: JobConfig, options: argparse.Namespace) -> int:
+    from stepfast.cli.serve import serve_coordinator
+
+    host, _ = split_address(config.listen)
+    token = _token(config)
+    if host not in LOOPBACK_HOSTS and token is None and options.listen_fd is None:
+        raise ConfigError(
+            f"listening on {host} needs a token: --token-file FILE, or STEPFAST_TOKEN in the environment"
+        )
+    return serve_coordinator(
+        config,
+        token=token,
+        listen_fd=options.listen_fd,
+        script_name=options.script_name,
+        is_marked=options.marked,
+    )
+
+
+def _agent(config: JobConfig, options: argparse.Namespace) -> int:
+    from stepfast.cli.serve import serve_agent
+
+    return serve_agent(
+        config,
+        coordinator=split_address(options.coordinator),
+        node=options.node,
+        token=_token(config),
+        script=_checked_script(options.script),
+        script_args=tuple(options.script_args),
+    )

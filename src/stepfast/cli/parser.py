@@ -1,0 +1,136 @@
+"""The command line: subcommands and flags. The settings' flags come from `config`, one for each field.
+
+Owns: names and help. Does not own: what a command does (`cli.main`).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+import stepfast
+from stepfast.config import SETTINGS
+from stepfast.errors import ConfigError
+
+_JOB = (
+    "nodes",
+    "nproc_per_node",
+    "job_dir",
+    "summary",
+    "recovery",
+    "hang",
+    "hang_floor_s",
+    "hang_ceiling_s",
+    "heartbeat_interval_s",
+    "restarts_per_hour",
+    "snapshot_interval_steps",
+    "device",
+    "memory_dir",
+    "preload",
+    "fault",
+    "join_limit_s",
+)
+_COORDINATOR = (*_JOB, "listen", "token_file")
+_AGENT = ("host", "token_file", "join_limit_s")
+_RUN = (*_JOB, "listen")
+
+_RUN_EXAMPLES = """examples:
+  stepfast run --nproc-per-node 4 train.py --steps 1000
+  stepfast run --nodes 2 --nproc-per-node 2 --job-dir jobs/a train.py
+  stepfast run --nproc-per-node 2 --fault kill@rank=0,step=10 train.py
+"""
+_COORDINATOR_EXAMPLES = """examples:
+  stepfast coordinator --nodes 2 --nproc-per-node 8 --listen 127.0.0.1:7070
+  stepfast coordinator --nodes 2 --nproc-per-node 8 --listen 0.0.0.0:7070 --token-file token
+"""
+_AGENT_EXAMPLES = """examples:
+  stepfast agent --coordinator 127.0.0.1:7070 --node 0 train.py
+  stepfast agent --coordinator job-coord-0-0.job:7070 --node 1 --token-file token train.py
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses with the error tree's exit code instead of argparse's own."""
+
+    def error(self, message: str) -> NoReturn:
+        """One line that says what is wrong."""
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = _Parser(
+        prog="stepfast",
+        description="Keeps PyTorch training running through faults.",
+        epilog="stepfast COMMAND --help shows examples.",
+    )
+    parser.add_argument("--version", action="version", version=f"stepfast {stepfast.__version__}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    _add_run(commands)
+    _add_coordinator(commands)
+    _add_agent(commands)
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[_Parser], name: str, text: str, examples: str
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
+    run = _command(commands, "run", "Run a whole cluster on this machine.", _RUN_EXAMPLES)
+    _add_settings(run, _RUN)
+    _add_script(run)
+
+
+def _add_coordinator(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "Run the coordinator of a job."
+    coordinator = _command(commands, "coordinator", text, _COORDINATOR_EXAMPLES)
+    _add_settings(coordinator, _COORDINATOR)
+    coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    coordinator.add_argument("--script-name", default="", help=argparse.SUPPRESS)
+    coordinator.add_argument("--marked", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_agent(commands: argparse._SubParsersAction[_Parser]) -> None:
+    agent = _command(commands, "agent", "Run one node of a job.", _AGENT_EXAMPLES)
+    agent.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator")
+    agent.add_argument("--node", type=int, default=0, help="this node's number, from 0")
+    _add_settings(agent, _AGENT)
+    _add_script(agent)
+
+
+def _add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
+    parser.add_argument("--config", metavar="FILE", help="settings (default: ./stepfast.toml)")
+    for name in names:
+        setting = SETTINGS[name]
+        flag = f"--{name.replace('_', '-')}"
+        default = setting.default
+        text = setting.metadata["help"]
+        shown = f"{text} (default: {default})" if default not in ("", (), None) else text
+        repeatable = str(setting.type).startswith("tuple")
+        parser.add_argument(
+            flag,
+            dest=name,
+            metavar=name.rsplit("_", 1)[-1].upper(),
+            default=argparse.SUPPRESS,
+            action="append" if repeatable else "store",
+            help=shown.replace("%", "%%"),
+        )
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", metavar="SCRIPT", help="the training script")
+    parser.add_argument(
+        "script_args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments"
+    )

@@ -1,0 +1,249 @@
+"""`stepfast run`: a whole cluster on this machine, of the same processes that pods run.
+
+Owns: the coordinator's and the agents' processes, the console they share. Does not own: the job.
+Invariants: nothing that was started here outlives this process in order; the coordinator's exit code
+is the job's; an agent that dies is started again as the same node, as a container would be.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from stepfast.cli.serve import listen, new_job_dir
+from stepfast.config import JobConfig
+from stepfast.errors import EXIT_TRY_AGAIN, ConfigError
+from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
+from stepfast.runtime.descendants import ProcessTable, try_signal
+from stepfast.runtime.spawning import become_subreaper, die_with_parent
+
+_STOP_LIMIT_S = 8.0  # from the first signal; then everything is killed
+_HURRY_LIMIT_S = 1.0  # from the second one
+_AGENTS_LIMIT_S = 6.0  # agents may outlive the coordinator by so much
+_AGENT_RESTARTS_MAX = 5
+_READ_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    process: subprocess.Popen[bytes]
+    rest: bytes = b""
+    restarts: int = 0
+
+
+class _Console:
+    """One writer for everybody's lines; on a terminal the progress line stays at the bottom."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._in_place = out.isatty()
+        self._progress = ""
+        self._shown_at = 0.0
+        self.last_words: list[str] = []
+
+    def line(self, text: str) -> None:
+        if text.startswith(LAST_WORDS_MARK):
+            self.last_words.append(text.removeprefix(LAST_WORDS_MARK))
+        elif text.startswith(PROGRESS_MARK):
+            self._show_progress(text.removeprefix(PROGRESS_MARK))
+        else:
+            self._write(f"\r\x1b[K{text}\n{self._progress}" if self._in_place else f"{text}\n")
+
+    def _show_progress(self, text: str) -> None:
+        if self._in_place:
+            self._progress = text
+            self._write(f"\r\x1b[K{text}")
+        elif time.monotonic() - self._shown_at >= 10.0:
+            self._shown_at = time.monotonic()
+            self._write(f"[stepfast] {text}\n")
+
+    def finish(self) -> None:
+        if self._in_place and self._progress:
+            self._write("\n")
+        self._progress = ""
+        for text in self.last_words:
+            self._write(f"{text}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError:
+            return  # nobody reads any more
+
+
+class _Cluster:
+    """The children and their output, in one loop."""
+
+    def __init__(self, config: JobConfig, script: str, script_args: tuple[str, ...]) -> None:
+        self._config = config
+        self._script = script
+        self._script_args = script_args
+        self._console = _Console(sys.stdout)
+        self._selector = selectors.DefaultSelector()
+        self._stops = 0
+        self._told = 0  # how many of them the coordinator has been told of
+        self._signal: int = signal.SIGTERM
+        self._kill_at: float | None = None
+        self._agents: dict[int, _Child] = {}
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+
+    def run(self) -> int:
+        listener = listen(self._config.listen)
+        host, port = listener.getsockname()[:2]
+        coordinator = self._start_coordinator(listener.fileno())
+        listener.close()
+        for node in range(self._config.nodes):
+            self._agents[node] = self._start_agent(node, f"{host}:{port}")
+        while coordinator.process.poll() is None:
+            self._pump(0.1)
+            self._restart_dead_agents(f"{host}:{port}")
+            self._kill_when_due(coordinator)
+        self._end_agents()
+        self._console.finish()
+        code = coordinator.process.returncode
+        return code if code >= 0 else EXIT_TRY_AGAIN
+
+    def stop(self, number: int) -> None:
+        """A signal: in order; a second one: now."""
+        self._stops += 1
+        limit_s = _STOP_LIMIT_S if self._stops == 1 else _HURRY_LIMIT_S
+        self._kill_at = min(self._kill_at or float("inf"), time.monotonic() + limit_s)
+        self._signal = number
+        os.write(self._wake_write, b"s")
+
+    # --- children --------------------------------------------------------------------------------
+
+    def _start_coordinator(self, listen_fd: int) -> _Child:
+        arguments = ["coordinator", "--listen-fd", str(listen_fd), "--marked"]
+        arguments += ["--script-name", self._script, *_flags_of(self._config)]
+        return self._start("coordinator", arguments, pass_fds=(listen_fd,))
+
+    def _start_agent(self, node: int, address: str) -> _Child:
+        arguments = ["agent", "--coordinator", address, "--node", str(node), "--", self._script]
+        return self._start(f"node {node}", [*arguments, *self._script_args])
+
+    def _start(self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> _Child:
+        process = subprocess.Popen(  # noqa: S603 - our own interpreter and module, arguments as a list
+            [sys.executable, "-m", "stepfast", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=pass_fds,
+            start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no thread runs here
+        )
+        child = _Child(name, process)
+        assert process.stdout is not None, "a pipe was asked for"
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, child)
+        return child
+
+    def _restart_dead_agents(self, address: str) -> None:
+        for node, child in list(self._agents.items()):
+            code = child.process.poll()
+            if code is None or self._stops or child.restarts >= _AGENT_RESTARTS_MAX:
+                continue
+            if code >= 0:
+                continue  # it left by itself: its job is over, or it said why it cannot serve
+            self._console.line(
+                f"[stepfast] the agent of node {node} ended (signal {-code}); starting it again"
+            )
+            fresh = self._start_agent(node, address)
+            fresh.restarts = child.restarts + 1
+            self._agents[node] = fresh
+
+    def _kill_when_due(self, coordinator: _Child) -> None:
+        if self._stops and coordinator.process.poll() is None:
+            pending = self._stops
+            while pending and self._told < pending:
+                coordinator.process.send_signal(self._signal)
+                self._told += 1
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            for child in (coordinator, *self._agents.values()):
+                if child.process.poll() is None:
+                    child.process.kill()
+
+    def _end_agents(self) -> None:
+        """They have been told by the coordinator; who does not go is made to."""
+        deadline = time.monotonic() + _AGENTS_LIMIT_S
+        if self._kill_at is not None:
+            deadline = min(deadline, self._kill_at)
+        terminated = False
+        while any(child.process.poll() is None for child in self._agents.values()):
+            self._pump(0.05)
+            if time.monotonic() > deadline and not terminated:
+                terminated = True
+                deadline += 2.0
+                for child in self._agents.values():
+                    child.process.terminate()
+            elif time.monotonic() > deadline:
+                for child in self._agents.values():
+                    child.process.kill()
+        while self._pump(0.0):
+            continue
+        for entry in ProcessTable.read().descendants(os.getpid()):
+            try_signal(entry.id, signal.SIGKILL)
+
+    # --- output ----------------------------------------------------------------------------------
+
+    def _pump(self, wait_s: float) -> bool:
+        """Show what the children wrote; whether there was anything."""
+        shown = False
+        for key, _ in self._selector.select(wait_s):
+            if key.data is None:
+                os.read(self._wake_read, _READ_BYTES)
+                continue
+            data = os.read(key.fd, _READ_BYTES)
+            child: _Child = key.data
+            if not data:
+                self._selector.unregister(key.fileobj)
+                data = b"\n" if child.rest else b""
+            shown = shown or bool(data)
+            *lines, child.rest = (child.rest + data).split(b"\n")
+            for line in lines:
+                self._console.line(line.decode(errors="replace"))
+        return shown
+
+
+def _flags_of(config: JobConfig) -> list[str]:
+    """The settings as flags: the coordinator gets what this process read."""
+    flags: list[str] = []
+    for name in JobConfig.__dataclass_fields__:
+        value = getattr(config, name)
+        if name in ("listen", "host", "token_file") or value in ("", None, ()):
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, tuple):
+            for part in value:
+                flags += [flag, part]
+        else:
+            flags += [flag, str(value)]
+    return flags
+
+
+def _check_memory_dir(path: Path) -> None:
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        raise ConfigError(f"--memory-dir {path} is not a writable directory")
+
+
+def run_cluster(config: JobConfig, script: str, script_args: tuple[str, ...]) -> int:
+    """Run the job to its end; its exit code."""
+    from dataclasses import replace
+
+    _check_memory_dir(Path(config.memory_dir))
+    job_dir = Path(config.job_dir or new_job_dir()).resolve()
+    become_subreaper()
+    cluster = _Cluster(replace(config, job_dir=str(job_dir)), script, script_args)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda given, frame: cluster.stop(given))
+    return cluster.run()

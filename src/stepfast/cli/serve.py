@@ -1,0 +1,233 @@
+"""The coordinator's and the agent's processes: event loop, signals, last words.
+
+Owns: what a process does around its shell. Does not own: the shells (`coordinator.server`,
+`agent.daemon`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import stepfast
+from stepfast.agent.daemon import Agent, Script
+from stepfast.config import JobConfig, split_address
+from stepfast.coordinator.journal import EVENTS_FILE, Journal, read_events
+from stepfast.coordinator.server import JobServer
+from stepfast.core.job_state import JobState
+from stepfast.core.messages import JobSettings
+from stepfast.core.policy import Budget
+from stepfast.core.terms import NodeId
+from stepfast.core.timeouts import solve_timeouts
+from stepfast.errors import ConfigError
+from stepfast.events import JobOpened
+from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
+from stepfast.observe.summary import summarize, write_summary
+from stepfast.runtime.clock import SystemClock
+
+SUMMARY_FILE = "summary.json"
+_PLAIN_PROGRESS_INTERVAL_S = 10.0
+_EXIT_AFTER_SIGNAL = 128
+
+
+class _Voice:
+    """The coordinator's lines on standard output."""
+
+    def __init__(self, *, is_marked: bool) -> None:
+        self._is_marked = is_marked
+        self._shown_at = 0.0
+
+    def say(self, line: str) -> None:
+        self._write(f"[stepfast] {line}")
+
+    def say_progress(self, line: str) -> None:
+        """Marked: every time, for `stepfast run` to show in place; plain: now and then."""
+        if self._is_marked:
+            self._write(f"{PROGRESS_MARK}{line}")
+        elif time.monotonic() - self._shown_at >= _PLAIN_PROGRESS_INTERVAL_S:
+            self._shown_at = time.monotonic()
+            self._write(f"[stepfast] {line}")
+
+    def say_last(self, text: str) -> None:
+        for line in text.splitlines():
+            self._write(f"{LAST_WORDS_MARK}{line}" if self._is_marked else line)
+
+    def _write(self, line: str) -> None:
+        try:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+        except OSError:
+            return  # nobody reads any more; the log has it all
+
+
+def serve_coordinator(
+    config: JobConfig,
+    *,
+    token: str | None,
+    listen_fd: int | None,
+    script_name: str,
+    is_marked: bool,
+) -> int:
+    """Serve one job to its end; its exit code."""
+    clock = SystemClock()
+    job_dir = Path(config.job_dir or new_job_dir()).resolve()
+    listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
+    journal = Journal(job_dir, clock)
+    if journal.history.finished:
+        raise ConfigError(f"the job in {job_dir} has finished; choose another --job-dir")
+    voice = _Voice(is_marked=is_marked)
+    state = _first_state(config, journal, job_dir, clock.monotonic())
+    server = JobServer(
+        state,
+        journal=journal,
+        clock=clock,
+        token=token,
+        say=voice.say,
+        say_progress=voice.say_progress,
+    )
+    if listen_fd is None:
+        host, port = listener.getsockname()[:2]
+        voice.say(f"listening on {host}:{port}")
+    opened = JobOpened(
+        job_id=journal.job_id,
+        nodes=config.nodes,
+        nproc_per_node=config.nproc_per_node,
+        script=script_name,
+        stepfast_version=stepfast.__version__,
+    )
+    journal.append(opened, durable=True)
+    asyncio.run(_serve_job(server, listener))
+    return _conclude(server, journal, voice, config)
+
+
+async def _serve_job(server: JobServer, listener: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        name = signal.Signals(number).name
+        loop.add_signal_handler(number, server.stop, name, _EXIT_AFTER_SIGNAL + number)
+    await server.run(listener)
+
+
+def _conclude(server: JobServer, journal: Journal, voice: _Voice, config: JobConfig) -> int:
+    """The summary, and the last words: traceback and one line of cause."""
+    journal.close()
+    summary = summarize(read_events(journal.directory / EVENTS_FILE))
+    write_summary(journal.directory / SUMMARY_FILE, summary)
+    if config.summary:
+        write_summary(Path(config.summary), summary)
+    end = server.state.end
+    if end is None:
+        return 1
+    if end.status == "failed":
+        fault = end.fault
+        if fault is not None and fault.error is not None:
+            voice.say_last(fault.error.traceback.rstrip())
+        elif fault is not None and fault.log_tail:
+            voice.say_last(fault.log_tail)
+        where = f"rank {fault.rank}: " if fault is not None and fault.rank is not None else ""
+        voice.say_last(f"stepfast: job failed: {where}{end.reason}")
+    return end.exit_code
+
+
+def _first_state(config: JobConfig, journal: Journal, job_dir: Path, now: float) -> JobState:
+    device = config.device
+    if device == "auto":
+        device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    settings = JobSettings(
+        job_id=journal.job_id,
+        world_size=config.world_size,
+        nproc_per_node=config.nproc_per_node,
+        job_dir=str(job_dir),
+        device=device,
+        recovery=config.recovery,
+        hang=config.hang,
+        hang_floor_s=config.hang_floor_s,
+        hang_ceiling_s=config.hang_ceiling_s,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        snapshot_interval_steps=config.snapshot_interval_steps,
+        memory_dir=config.memory_dir,
+        preload=config.preload,
+        faults=config.fault,
+    )
+    timeouts = solve_timeouts(
+        device=device,
+        hang_floor_s=config.hang_floor_s,
+        hang_ceiling_s=config.hang_ceiling_s,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+    )
+    history = journal.history
+    return JobState(
+        settings=settings,
+        timeouts=timeouts,
+        budget=Budget.full(config.restarts_per_hour, now),
+        opened_at=now,
+        join_limit_s=config.join_limit_s,
+        generation=history.generation,
+        lineage=history.lineage,
+        steps_max=history.steps_max,
+        logged_max=history.logged_max,
+    )
+
+
+def new_job_dir() -> str:
+    """A directory of its own for a job that was given none."""
+    return f"stepfast-jobs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket; raises ConfigError that names the port's present owner's address."""
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{address} is in use; choose another --listen, or port 0") from error
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+    return listener
+
+
+def serve_agent(
+    config: JobConfig,
+    *,
+    coordinator: tuple[str, int],
+    node: int,
+    token: str | None,
+    script: str,
+    script_args: tuple[str, ...],
+) -> int:
+    """Serve one node to the job's end; the exit code."""
+
+    def show(line: str) -> None:
+        try:
+            sys.stdout.write(line + "\n")
+            sys.stdout.flush()
+        except OSError:
+            return  # nobody reads any more; the ranks' files have it all
+
+    async def serve() -> int:
+        agent = Agent(
+            node_id=NodeId(node),
+            host=config.host,
+            coordinator=coordinator,
+            token=token,
+            clock=SystemClock(),
+            show=show,
+            script=Script(path=script, args=script_args, working_directory=os.getcwd()),
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
+        return await agent.run(config.join_limit_s)
+
+    return asyncio.run(serve())

@@ -1,0 +1,194 @@
+"""Every setting of a job: frozen, units in names, checked once. `stepfast.toml` < environment < flags.
+
+Each field says what it is, its unit, what too small and too big cost, and where its default comes from. Unknown keys
+are refused by name. The environment and the command line are read at the door (`cli`), never here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from stepfast.errors import ConfigError
+
+ENVIRONMENT_PREFIX = "STEPFAST_"
+FILE_NAME = "stepfast.toml"
+LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+_RANKS_MAX = 4096  # more than any one job here was simulated with
+
+
+def _setting(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobConfig:
+    """The settings of one job, whichever process reads them."""
+
+    nodes: int = _setting(1, "how many nodes the job has")
+    nproc_per_node: int = _setting(1, "ranks on each node")
+    job_dir: str = _setting(
+        "", "where events, logs and the summary go (default: a new one in ./stepfast-jobs)"
+    )
+    summary: str = _setting("", "also copy summary.json to this file")
+    recovery: str = _setting(
+        "on",
+        "on: recover; report: only record hangs, end at other faults; off: end at the first fault",
+    )
+    hang: str = _setting(
+        "recover", "recover, or report: what is done about a rank without progress"
+    )
+    hang_floor_s: float | None = _setting(
+        None,
+        "a step may always take this long, seconds; too small: false alarms, too big: slow detection"
+        " (default: 2 on CPU, 60 on CUDA)",
+    )
+    hang_ceiling_s: float = _setting(
+        600.0, "no phase may take longer than this, seconds; first steps and unseen sections get it"
+    )
+    heartbeat_interval_s: float = _setting(
+        0.5, "how often an agent says that it lives, seconds; bigger: a lost node is noticed later"
+    )
+    restarts_per_hour: int = _setting(
+        30, "restart budget; time and every step never reached before refill it; 0: none"
+    )
+    snapshot_interval_steps: int = _setting(
+        1, "a snapshot every so many steps; bigger: cheaper, and a fault costs more steps"
+    )
+    device: str = _setting("auto", "cpu, cuda, or auto")
+    memory_dir: str = _setting("/dev/shm", "a memory-backed directory for the snapshot slots")
+    preload: tuple[str, ...] = _setting((), "more modules for the zygote to import")
+    fault: tuple[str, ...] = _setting(
+        (), "inject a fault: KIND@rank=R,step=S[,at=POINT][,for=SECONDS]; may be repeated"
+    )
+    listen: str = _setting("127.0.0.1:0", "HOST:PORT of the coordinator; port 0: any free one")
+    host: str = _setting("127.0.0.1", "the address at which other nodes reach this node's store")
+    token_file: str = _setting(
+        "", "file with the token that agents must show; needed off loopback (or STEPFAST_TOKEN)"
+    )
+    join_limit_s: float = _setting(600.0, "how long nodes may take to join, seconds")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.nodes * self.nproc_per_node
+
+
+_CHOICES = {
+    "recovery": ("off", "report", "on"),
+    "hang": ("recover", "report"),
+    "device": ("auto", "cpu", "cuda"),
+}
+_AT_LEAST = {
+    "nodes": 1,
+    "nproc_per_node": 1,
+    "restarts_per_hour": 0,
+    "snapshot_interval_steps": 1,
+}
+SETTINGS = {f.name: f for f in fields(JobConfig)}
+
+
+def load_config(
+    file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
+) -> JobConfig:
+    """Merge file < environment < flags and check. Raises ConfigError with one line that says what to change.
+
+    `file` None: `stepfast.toml` is read where it lies in the working directory. `flags`: only those that were given.
+    """
+    merged: dict[str, Any] = {}
+    merged.update(_from_file(file))
+    merged.update(_from_environment(environment))
+    merged.update(flags)
+    config = JobConfig(**{key: _checked(key, value) for key, value in merged.items()})
+    _check_whole(config)
+    return config
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    path = file if file is not None else Path(FILE_NAME)
+    if file is None and not path.exists():
+        return {}
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for key in table:
+        if key not in SETTINGS:
+            raise ConfigError(f"{path}: unknown key {key!r}{_suggestion(key)}")
+    return table
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, text in sorted(environment.items()):
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
+        key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if key == "token" or key.startswith("internal_"):
+            continue
+        if key not in SETTINGS:
+            raise ConfigError(f"unknown variable {name} in the environment{_suggestion(key)}")
+        found[key] = parse_text(key, text)
+    return found
+
+
+def parse_text(key: str, text: str) -> Any:
+    """A setting's value from text (environment, flag). Raises ConfigError."""
+    kind = str(SETTINGS[key].type)
+    try:
+        if kind.startswith("int"):
+            return int(text)
+        if kind.startswith("float"):
+            return float(text)
+        if kind.startswith("tuple"):
+            return tuple(part for part in text.split(";") if part)
+    except ValueError:
+        raise ConfigError(f"{key}: {text!r} is not a number") from None
+    return text
+
+
+def _checked(key: str, value: Any) -> Any:
+    kind = str(SETTINGS[key].type)
+    if kind.startswith("tuple"):
+        if isinstance(value, str) or not all(isinstance(v, str) for v in value):
+            raise ConfigError(f"{key} must be a list of strings")
+        return tuple(value)
+    if kind.startswith("float"):
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
+            raise ConfigError(f"{key} must be a number, not {value!r}")
+        return None if value is None else float(value)
+    if kind.startswith("int") and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ConfigError(f"{key} must be a whole number, not {value!r}")
+    if kind.startswith("str") and not isinstance(value, str):
+        raise ConfigError(f"{key} must be a string, not {value!r}")
+    if key in _CHOICES and value not in _CHOICES[key]:
+        raise ConfigError(f"{key} must be one of {', '.join(_CHOICES[key])}, not {value!r}")
+    if key in _AT_LEAST and value < _AT_LEAST[key]:
+        raise ConfigError(f"{key} must be at least {_AT_LEAST[key]}, not {value}")
+    return value
+
+
+def _check_whole(config: JobConfig) -> None:
+    if config.world_size > _RANKS_MAX:
+        raise ConfigError(f"{config.world_size} ranks are more than the {_RANKS_MAX} supported")
+    split_address(config.listen)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT, [IPv6]:PORT. Raises ConfigError."""
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{address!r} is not HOST:PORT")
+    return host, int(port)
+
+
+def _suggestion(key: str) -> str:
+    close = difflib.get_close_matches(key, SETTINGS, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,1 @@
+"""Run one job: membership, decisions, the event log."""

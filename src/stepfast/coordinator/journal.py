@@ -1,0 +1,140 @@
+"""The event log of a job, `events.jsonl`: what happened, durable where that was asked for.
+
+Owns: the job directory's lock, its identity and its log. Does not own: what the events mean.
+Invariants: one coordinator at a time holds a job directory; a line is whole or absent to a reader; what was persisted
+is on the disk before the caller goes on.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from stepfast.core.recovery import Lineage
+from stepfast.core.terms import NO_GENERATION, Generation, JobId, Step
+from stepfast.errors import ConfigError, OperatingError
+from stepfast.events import (
+    EVENTS_VERSION,
+    Event,
+    EventLine,
+    GenerationOpened,
+    GenerationRunning,
+    JobEnded,
+    Recovered,
+    StepLogged,
+)
+from stepfast.runtime.ports import Clock
+
+EVENTS_FILE = "events.jsonl"
+_LOCK_FILE = "lock"
+_ID_FILE = "job-id"
+_ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(EventLine)
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """What the log of earlier runs of this job directory says."""
+
+    generation: Generation = NO_GENERATION
+    lineage: Lineage = Lineage()
+    steps_max: Step = Step(0)
+    logged_max: Step = Step(-1)
+    finished: bool = False
+
+
+class Journal:
+    """The open log of one job directory, held under its lock."""
+
+    def __init__(self, directory: Path, clock: Clock) -> None:
+        """Take the lock; raises ConfigError where another coordinator holds it."""
+        self._clock = clock
+        self.directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = (directory / _LOCK_FILE).open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot use the job directory {directory}: {error.strerror}"
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"the job directory {directory} belongs to a running job; choose another --job-dir"
+            ) from None
+        self.job_id = self._read_or_make_id()
+        self.history = read_history(directory / EVENTS_FILE)
+        self._file: IO[bytes] = (directory / EVENTS_FILE).open("ab")
+
+    def append(self, event: Event, *, durable: bool) -> None:
+        """Write one line; with `durable`, return only when it is on the disk."""
+        line = EventLine(
+            v=EVENTS_VERSION, at=self._clock.wall(), t=self._clock.monotonic(), event=event
+        )
+        try:
+            self._file.write(_ENCODER.encode(line) + b"\n")
+            self._file.flush()
+            if durable:
+                os.fdatasync(self._file.fileno())
+        except OSError as error:
+            raise OperatingError(f"cannot write {EVENTS_FILE}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Everything on the disk, the lock given back."""
+        self._file.close()
+        self._lock.close()
+
+    def _read_or_make_id(self) -> JobId:
+        path = self.directory / _ID_FILE
+        if path.exists() and (text := path.read_text().strip()):
+            return JobId(text)
+        digest = hashlib.sha256(f"{self.directory.resolve()}{secrets.token_hex(8)}".encode())
+        job_id = JobId(digest.hexdigest()[:12])
+        temporary = path.with_suffix(".new")
+        temporary.write_text(f"{job_id}\n")
+        temporary.replace(path)
+        return job_id
+
+
+def read_events(path: Path) -> list[EventLine]:
+    """All whole lines of a log; a torn last line and types of other versions are passed over."""
+    if not path.exists():
+        return []
+    lines: list[EventLine] = []
+    for raw in path.read_bytes().splitlines():
+        try:
+            lines.append(_DECODER.decode(raw))
+        except msgspec.DecodeError:
+            continue
+    return lines
+
+
+def read_history(path: Path) -> History:
+    """What earlier runs left: the generation's number only grows, the lineage goes on."""
+    generation, lineage, steps_max, logged_max, finished = NO_GENERATION, Lineage(), 0, -1, False
+    for line in read_events(path):
+        match line.event:
+            case GenerationOpened(generation=g, step=step):
+                generation = Generation(g)
+                lineage = lineage.opened(generation, Step(step or 0))
+                steps_max = max(steps_max, step or 0)
+            case GenerationRunning(step=step) | Recovered(resumed_step=step):
+                steps_max = max(steps_max, step)
+            case StepLogged(step=step):
+                logged_max = max(logged_max, step)
+                steps_max = max(steps_max, step)
+            case JobEnded(status=status):
+                finished = status == "finished"
+    return History(
+        generation=generation,
+        lineage=lineage,
+        steps_max=Step(steps_max),
+        logged_max=Step(logged_max),
+        finished=finished,
+    )

@@ -1,0 +1,244 @@
+"""The coordinator's shell: one port, one WebSocket for each agent, one job machine.
+
+Owns: connections, the tick, the journal's pen, the console's words. Does not own: any decision (`core.job`).
+Invariants: only who shows the token becomes an agent; one connection for each node; a message that is not of the
+protocol closes the connection and changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from stepfast.coordinator.journal import Journal
+from stepfast.core import job
+from stepfast.core.job_state import (
+    FromNode,
+    JobInput,
+    JobState,
+    NodeConnectionLost,
+    StopRequested,
+    Tick,
+)
+from stepfast.core.messages import MESSAGE_BYTES_MAX, PROTOCOL_VERSION, FromCoordinator, Hello
+from stepfast.core.outputs import EndProcess, Output, Persist, Record, SendToNode
+from stepfast.core.terms import NodeId
+from stepfast.errors import OperatingError
+from stepfast.events import Event, Note
+from stepfast.observe.console import Progress, line_of
+from stepfast.runtime.driver import Driver
+from stepfast.runtime.ports import Clock
+from stepfast.runtime.wire import AGENT_TO_COORDINATOR, COORDINATOR_TO_AGENT
+
+_TICK_S = 0.02
+_OUTBOX_MESSAGES_MAX = 10_000  # a node that reads nothing for so long is cut off and joins again
+_HELLO_LIMIT_S = 10.0
+_FLUSH_LIMIT_S = 1.0
+_PROGRESS_INTERVAL_S = 0.5
+_CLOSE_REFUSED = 4003
+
+
+class _Peer:
+    """One connected agent."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self.websocket = websocket
+        self.outbox: asyncio.Queue[FromCoordinator] = asyncio.Queue(_OUTBOX_MESSAGES_MAX)
+
+    async def write(self) -> None:
+        while True:
+            message = await self.outbox.get()
+            await self.websocket.send_bytes(COORDINATOR_TO_AGENT.encode(message))
+            self.outbox.task_done()
+
+
+class JobServer:
+    """Serves one job until it has ended."""
+
+    def __init__(
+        self,
+        state: JobState,
+        *,
+        journal: Journal,
+        clock: Clock,
+        token: str | None,
+        say: Callable[[str], None],
+        say_progress: Callable[[str], None],
+    ) -> None:
+        """`say` and `say_progress` show one line to a person."""
+        self._journal = journal
+        self._clock = clock
+        self._token = token
+        self._say = say
+        self._say_progress = say_progress
+        self._progress = Progress()
+        self._progress_at = 0.0
+        self._peers: dict[NodeId, _Peer] = {}
+        self._driver: Driver[JobState, JobInput] = Driver(job.step, state, self, clock)
+        self._ended = asyncio.Event()
+        self.app = Starlette(
+            routes=[
+                WebSocketRoute("/agent", self._agent),
+                Route("/healthz", self._healthz),
+            ]
+        )
+
+    @property
+    def state(self) -> JobState:
+        """The job as it stands."""
+        return self._driver.state
+
+    def stop(self, reason: str, exit_code: int) -> None:
+        """End the job in order; again: hurry."""
+        self._driver.feed(StopRequested(reason, exit_code))
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serve until the job has ended and every node has been told."""
+        config = uvicorn.Config(
+            self.app,
+            log_level="warning",
+            ws="websockets-sansio",
+            lifespan="off",
+            ws_max_size=MESSAGE_BYTES_MAX,
+            ws_ping_interval=None,
+            timeout_graceful_shutdown=1,
+        )
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # ours end the job in order
+        server.capture_signals = suppress  # type: ignore[assignment,method-assign]  # same, newer uvicorn
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        ticking = asyncio.create_task(self._tick())
+        ended = asyncio.create_task(self._ended.wait())
+        done, _ = await asyncio.wait({serving, ticking, ended}, return_when=asyncio.FIRST_COMPLETED)
+        ticking.cancel()
+        await self._flush()
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=3.0)
+        for task in done - {ended}:
+            task.result()  # a broken invariant or a full disk: crash with it
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._driver.feed(Tick())
+            now = self._clock.monotonic()
+            if now - self._progress_at >= _PROGRESS_INTERVAL_S and self.state.steps:
+                self._progress_at = now
+                self._progress.at_step(min(self.state.steps.values()), now)
+                self._say_progress(self._progress.line(self.state.generation))
+
+    async def _flush(self) -> None:
+        waits = [asyncio.create_task(peer.outbox.join()) for peer in self._peers.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=_FLUSH_LIMIT_S)
+
+    # --- agents ----------------------------------------------------------------------------------
+
+    def _is_admitted(self, websocket: WebSocket) -> bool:
+        if self._token is None:
+            return True
+        shown = websocket.headers.get("authorization", "").removeprefix("Bearer ")
+        return hmac.compare_digest(shown.encode(), self._token.encode())
+
+    async def _agent(self, websocket: WebSocket) -> None:
+        await websocket.accept()
+        if not self._is_admitted(websocket):
+            self._note("stranger", "a connection with a wrong or missing token was refused")
+            await websocket.close(_CLOSE_REFUSED, "wrong or missing token")
+            return
+        try:
+            hello = await asyncio.wait_for(self._hello(websocket), _HELLO_LIMIT_S)
+        except (OperatingError, TimeoutError, WebSocketDisconnect, KeyError) as error:
+            self._note("stranger", f"no hello of this protocol: {error}")
+            with suppress(RuntimeError, WebSocketDisconnect):
+                await websocket.close(_CLOSE_REFUSED, "no hello of this protocol")
+            return
+        if (refusal := self._refusal(hello)) is not None:
+            self._note("node refused", refusal)
+            await websocket.close(_CLOSE_REFUSED, refusal[:120])
+            return
+        await self._serve_agent(websocket, hello)
+
+    async def _hello(self, websocket: WebSocket) -> Hello:
+        message = AGENT_TO_COORDINATOR.decode(await websocket.receive_bytes())
+        if not isinstance(message, Hello):
+            raise OperatingError(f"{type(message).__name__} before hello")
+        return message
+
+    def _refusal(self, hello: Hello) -> str | None:
+        if hello.protocol != PROTOCOL_VERSION:
+            return f"the agent speaks protocol {hello.protocol}, the coordinator {PROTOCOL_VERSION}"
+        if not 0 <= hello.node < self.state.nodes:
+            return f"there is no node {hello.node}; the job has {self.state.nodes} nodes"
+        if hello.node in self._peers:
+            return f"node {hello.node} is already here; give each agent its own --node"
+        return None
+
+    async def _serve_agent(self, websocket: WebSocket, hello: Hello) -> None:
+        node = hello.node
+        peer = _Peer(websocket)
+        self._peers[node] = peer
+        writing = asyncio.create_task(peer.write())
+        reason = "the connection ended"
+        try:
+            self._driver.feed(FromNode(node, hello))
+            while not writing.done():
+                data = await websocket.receive_bytes()
+                self._driver.feed(FromNode(node, AGENT_TO_COORDINATOR.decode(data)))
+        except OperatingError as error:
+            reason = str(error)
+        except (WebSocketDisconnect, KeyError) as error:
+            reason = f"the connection ended ({error})" if str(error) else reason
+        finally:
+            writing.cancel()
+            del self._peers[node]
+            self._driver.feed(NodeConnectionLost(node, reason))
+
+    # --- the machine's hands -----------------------------------------------------------------------
+
+    def perform(self, output: Output) -> None:
+        """Carry out one order of the job's machine."""
+        match output:
+            case Persist(event):
+                self._write(event, durable=True)
+            case Record(event):
+                self._write(event, durable=False)
+            case SendToNode(node, message):
+                self._send(node, message)
+            case EndProcess():
+                self._ended.set()
+            case _:
+                raise AssertionError(f"not a job's output: {output}")
+
+    def _send(self, node: NodeId, message: FromCoordinator) -> None:
+        peer = self._peers.get(node)
+        if peer is None:
+            return
+        try:
+            peer.outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self._note("node cut off", f"node {node} reads nothing")
+            asyncio.get_running_loop().create_task(peer.websocket.close())
+
+    def _note(self, topic: str, text: str) -> None:
+        self._write(Note(topic=topic, text=text), durable=False)
+
+    def _write(self, event: Event, *, durable: bool) -> None:
+        self._journal.append(event, durable=durable)
+        self._progress.take(event)
+        if (line := line_of(event)) is not None:
+            self._say(line)
+
+    async def _healthz(self, request: Request) -> JSONResponse:
+        state = self.state
+        return JSONResponse({"phase": state.phase.value, "generation": state.generation})

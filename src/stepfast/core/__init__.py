@@ -1,0 +1,1 @@
+"""Decide: pure state machines and policies; no clock, no I/O, no torch."""

@@ -1,0 +1,383 @@
+"""The job's machine: membership, generations, decisions. `step(state, input, now) -> (state, outputs)`.
+
+    FORMING -> STARTING -> RUNNING -> (fault) -> RECOVERING -> STARTING -> ... -> ENDING -> ENDED
+
+Owns: the only place where the job's state changes. Does not own: clocks, sockets, files.
+Invariants: generations only grow; a generation's opening is persisted before it is told; a generation opens only
+when every rank is out of the older one; messages of an older generation change nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepfast.core import job_faults, job_hangs
+from stepfast.core.job_state import (
+    FromNode,
+    JobInput,
+    JobState,
+    NodeConnectionLost,
+    Phase,
+    StopRequested,
+    Tick,
+)
+from stepfast.core.job_turn import Turn
+from stepfast.core.membership import is_fresh, is_ready_to_start
+from stepfast.core.messages import (
+    PROTOCOL_VERSION,
+    Bye,
+    EvidenceGiven,
+    FaultReported,
+    FirstStepDone,
+    HangSuspected,
+    Heartbeat,
+    Hello,
+    NodeReport,
+    Noted,
+    RankReport,
+    RankResumed,
+    RankReturned,
+    RankState,
+    StartGeneration,
+    Welcome,
+)
+from stepfast.core.outputs import EndProcess, Output
+from stepfast.core.placement import ranks_of
+from stepfast.core.recovery import RestorePlan, choose_step
+from stepfast.core.terms import Generation, NodeId, Rank, Step
+from stepfast.errors import EXIT_TRY_AGAIN
+from stepfast.events import (
+    Dropped,
+    GenerationOpened,
+    GenerationRunning,
+    NodeJoined,
+    NodeLeft,
+    Note,
+    Recovered,
+    StepLogged,
+)
+from stepfast.core.incident import recovered_event
+
+
+def step(state: JobState, given: JobInput, now: float) -> tuple[JobState, tuple[Output, ...]]:
+    """One step of the job. Pure; `now` is monotonic seconds of the coordinator."""
+    turn = Turn(state, now)
+    match given:
+        case FromNode(node, message):
+            _from_node(turn, node, message)
+        case NodeConnectionLost(node, reason):
+            _node_lost(turn, node, reason)
+        case StopRequested(reason, exit_code):
+            turn.end("stopped", exit_code, reason)
+        case Tick():
+            _tick(turn)
+    _advance(turn)
+    return turn.state, tuple(turn.outputs)
+
+
+# --- inputs ------------------------------------------------------------------------------------------------------
+
+
+def _from_node(turn: Turn, node: NodeId, message: object) -> None:
+    if isinstance(message, Hello):
+        _hello(turn, message)
+        return
+    if node not in turn.state.membership.nodes:
+        return
+    turn.update(membership=turn.state.membership.seen(node, turn.now))
+    match message:
+        case NodeReport():
+            _node_report(turn, message)
+        case FaultReported(fault=fault):
+            job_faults.fault_reported(turn, fault)
+        case HangSuspected():
+            job_hangs.suspected(turn, message)
+        case EvidenceGiven():
+            job_hangs.evidence_given(turn, node, message)
+        case RankResumed() | FirstStepDone() | RankReturned():
+            _rank_progress(turn, node, message)
+        case Heartbeat():
+            _heartbeat(turn, message)
+        case Noted():
+            turn.record(
+                Note(topic=message.topic, text=message.text, node=message.node, rank=message.rank)
+            )
+        case Bye():
+            turn.update(membership=turn.state.membership.said_goodbye(node))
+
+
+def _hello(turn: Turn, hello: Hello) -> None:
+    """Admit a node: the expected numbers only, one agent each. The shell refuses other protocols and doubles."""
+    assert hello.protocol == PROTOCOL_VERSION, "the transport admits one protocol"
+    state = turn.state
+    membership = state.membership.joined(hello.node, host=hello.host, pid=hello.pid, now=turn.now)
+    turn.update(membership=membership)
+    turn.record(NodeJoined(node=hello.node, host=hello.host, pid=hello.pid))
+    if state.end is not None:
+        turn.send(hello.node, turn.finish_message())
+        return
+    known = state.membership.ranks
+    local = ranks_of(hello.node, state.settings.nproc_per_node)
+    ranks = {r: known[r].incarnation if r in known else 0 for r in local}
+    turn.send(hello.node, Welcome(settings=state.settings, ranks=ranks))
+    if state.phase is Phase.RECOVERING:
+        turn.send(hello.node, job_faults.interrupt_message(turn, hello.node))
+
+
+def _node_report(turn: Turn, report: NodeReport) -> None:
+    turn.update(membership=turn.state.membership.reported(report))
+    incident = turn.state.incident
+    if incident is not None and turn.state.phase is Phase.RECOVERING:
+        for rank_report in report.ranks:
+            incident = incident.told_by(rank_report)
+        turn.update(incident=incident)
+
+
+def _node_lost(turn: Turn, node: NodeId, reason: str) -> None:
+    state = turn.state
+    view = state.membership.nodes.get(node)
+    if view is None or not view.connected:
+        return
+    turn.update(membership=state.membership.lost(node, turn.now))
+    turn.record(NodeLeft(node=node, reason=reason))
+    if state.phase is Phase.RECOVERING:
+        job_faults.node_fault(turn, node, reason)
+
+
+def _rank_progress(
+    turn: Turn, node: NodeId, message: RankResumed | FirstStepDone | RankReturned
+) -> None:
+    state = turn.state
+    if message.generation != state.generation or state.phase not in (Phase.STARTING, Phase.RUNNING):
+        turn.record(Dropped(what=type(message).__name__, generation=message.generation, node=node))
+        return
+    if isinstance(message, RankReturned):
+        turn.update(returned={**state.returned, message.rank: message})
+    incident = state.incident
+    if incident is None:
+        if isinstance(message, RankResumed):
+            turn.update(steps={**state.steps, message.rank: message.step})
+        return
+    rank = message.rank
+    match message:
+        case RankResumed():
+            incident = replace(incident, resumed={**incident.resumed, rank: message})
+        case FirstStepDone():
+            incident = replace(incident, stepped={**incident.stepped, rank: message})
+        case RankReturned() if rank not in incident.stepped:
+            done = FirstStepDone(
+                generation=message.generation, rank=rank, step=message.step, seconds=0.0
+            )
+            incident = replace(incident, stepped={**incident.stepped, rank: done})
+    turn.update(incident=incident)
+
+
+def _heartbeat(turn: Turn, beat: Heartbeat) -> None:
+    state = turn.state
+    steps = {**state.steps, **beat.steps}
+    turn.update(steps=steps)
+    if len(steps) == state.settings.world_size:
+        reached = min(steps.values())
+        if reached > state.steps_max:
+            budget = state.budget.refilled(turn.now, new_steps=reached - state.steps_max)
+            turn.update(steps_max=reached, budget=budget)
+    for logged in beat.logged:
+        if logged.step > turn.state.logged_max:
+            turn.update(logged_max=logged.step)
+            turn.record(StepLogged(step=logged.step, values=logged.values))
+
+
+def _tick(turn: Turn) -> None:
+    state = turn.state
+    for node, view in sorted(state.membership.nodes.items()):
+        if (
+            view.connected
+            and not view.gone
+            and turn.now - view.seen_at > state.timeouts.node_silence_s
+        ):
+            _node_lost(turn, node, f"silent for {turn.now - view.seen_at:.1f} s")
+    job_hangs.probe_overdue(turn)
+    job_faults.nodes_overdue(turn)
+
+
+# --- levels: what can happen now ---------------------------------------------------------------------------------
+
+
+def _advance(turn: Turn) -> None:
+    match turn.state.phase:
+        case Phase.FORMING:
+            _advance_forming(turn)
+        case Phase.STARTING:
+            _advance_starting(turn)
+        case Phase.RUNNING:
+            pass
+        case Phase.RECOVERING:
+            if job_faults.settled(turn):
+                _open_generation(turn)
+        case Phase.ENDING:
+            _advance_ending(turn)
+        case Phase.ENDED:
+            return
+    _advance_returned(turn)
+    _advance_incident(turn)
+
+
+def _advance_forming(turn: Turn) -> None:
+    state = turn.state
+    if all_ranks_ready(state):
+        _open_generation(turn)
+    elif turn.now - state.opened_at > state.join_limit_s:
+        missing = [n for n in range(state.nodes) if n not in state.membership.nodes]
+        turn.end(
+            "failed",
+            EXIT_TRY_AGAIN,
+            f"nodes {missing} did not join within {state.join_limit_s:g} s",
+        )
+
+
+def all_ranks_ready(state: JobState) -> bool:
+    """Whether every rank of the world waits for the next generation, on connected nodes."""
+    ranks = state.membership.ranks
+    if len(ranks) < state.settings.world_size:
+        return False
+    nodes_up = all(view.connected for view in state.membership.nodes.values())
+    return nodes_up and all(is_ready_to_start(r, state.generation) for r in ranks.values())
+
+
+def _open_generation(turn: Turn) -> None:
+    """Choose step, store and who keeps the model; persist; tell."""
+    state = turn.state
+    store = state.membership.store_host(Generation(state.generation + 1))
+    if store is None:
+        return  # a store is being started; its node's report brings us back
+    ranks = state.membership.ranks
+    plan = choose_step({rank: r.snapshots for rank, r in ranks.items()}, state.lineage)
+    if plan is None and _would_start_over(state):
+        held = {r: [s.step for s in report.snapshots] for r, report in sorted(ranks.items())}
+        turn.end(
+            "failed",
+            EXIT_TRY_AGAIN,
+            f"no step is held by every rank (held: {held}); refusing to start over",
+        )
+        return
+    keep = _may_keep(turn, plan)
+    generation = Generation(state.generation + 1)
+    view = state.membership.nodes[store]
+    assert view.store_port is not None, "store_host names nodes with a store"
+    turn.persist(_opened_event(state, generation, plan, f"{view.host}:{view.store_port}", keep))
+    factor = 2.0**state.hang_count if plan is not None and plan.step == state.hang_step else 1.0
+    start = StartGeneration(
+        generation=generation,
+        step=plan.step if plan else None,
+        sources=dict(plan.sources) if plan else {},
+        store_host=view.host,
+        store_port=view.store_port,
+        keep=keep,
+        limit_factor=factor,
+    )
+    for node in state.membership.connected_nodes:
+        turn.send(node, start)
+    resumed_from = plan.step if plan else Step(0)
+    incident = state.incident
+    if incident is not None:
+        incident = replace(incident, opened_generation=generation, kept_model=keep)
+    turn.update(
+        phase=Phase.STARTING,
+        generation=generation,
+        lineage=state.lineage.opened(generation, resumed_from),
+        membership=state.membership.store_taken(store),
+        incident=incident,
+        steps={},
+        returned={},
+        probe=None,
+        kept=keep,
+    )
+
+
+def _would_start_over(state: JobState) -> bool:
+    held = (
+        s.step
+        for r in state.membership.ranks.values()
+        for s in r.snapshots
+        if state.lineage.admits(s)
+    )
+    return state.steps_max > 0 or max(held, default=Step(0)) > 0
+
+
+def _may_keep(turn: Turn, plan: RestorePlan | None) -> bool:
+    """Whether survivors keep what `run.once` built; why not is an event."""
+    ranks = turn.state.membership.ranks
+    survivors = [r for r in ranks.values() if not is_fresh(r)]
+    if plan is None or not survivors:
+        return False
+    obstacles = sorted({r.keep_obstacle for r in survivors if r.keep_obstacle is not None})
+    if (
+        not obstacles
+        and len(survivors) < len(ranks)
+        and any(r.build_has_collectives for r in survivors)
+    ):
+        obstacles = ["build runs collectives, so fresh ranks cannot build alone"]
+    if obstacles:
+        turn.record(Note(topic="build again", text="; ".join(obstacles)))
+    return not obstacles
+
+
+def _opened_event(
+    state: JobState, generation: Generation, plan: RestorePlan | None, store: str, keep: bool
+) -> GenerationOpened:
+    ranks: dict[Rank, RankReport] = dict(sorted(state.membership.ranks.items()))
+    return GenerationOpened(
+        generation=generation,
+        step=plan.step if plan else None,
+        world_size=state.settings.world_size,
+        store=store,
+        pids={int(r): report.pid for r, report in ranks.items()},
+        incarnations={int(r): report.incarnation for r, report in ranks.items()},
+        kept=keep,
+    )
+
+
+def _advance_starting(turn: Turn) -> None:
+    """Running once no rank is left that has not resumed."""
+    state = turn.state
+    resumed = state.incident.resumed if state.incident is not None else state.steps
+    if len({*resumed, *state.returned}) == state.settings.world_size:
+        at = min(state.steps.values(), default=Step(0))
+        if state.incident is not None:
+            at = min((r.step for r in state.incident.resumed.values()), default=at)
+        turn.record(GenerationRunning(generation=state.generation, step=at))
+        turn.update(phase=Phase.RUNNING)
+
+
+def _advance_returned(turn: Turn) -> None:
+    state = turn.state
+    if (
+        state.phase not in (Phase.STARTING, Phase.RUNNING)
+        or len(state.returned) < state.settings.world_size
+    ):
+        return
+    if state.incident is not None and len(state.incident.stepped) == state.settings.world_size:
+        _advance_incident(turn)
+    turn.end_finished()
+
+
+def _advance_incident(turn: Turn) -> None:
+    """Close the incident when every rank has completed a step again."""
+    state = turn.state
+    incident = state.incident
+    if incident is None or state.phase not in (Phase.STARTING, Phase.RUNNING):
+        return
+    if len(incident.stepped) < state.settings.world_size:
+        return
+    event: Recovered = recovered_event(incident, ranks=state.membership.ranks, now=turn.now)
+    turn.record(event)
+    turn.update(incident=None)
+
+
+def _advance_ending(turn: Turn) -> None:
+    state = turn.state
+    assert state.end is not None, "ending without an end"
+    views = state.membership.nodes.values()
+    if all(v.gone or not v.connected for v in views) or turn.now > state.end.deadline:
+        turn.update(phase=Phase.ENDED)
+        turn.emit(EndProcess(state.end.exit_code, state.end.reason))

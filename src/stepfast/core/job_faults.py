@@ -1,0 +1,320 @@
+"""The job's handling of faults: collect, interrupt, decide, and know when everybody is out.
+
+Owns: the incident's course up to the point where a generation may open. Works on a `Turn` of the job's machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from stepfast.core.faults import Fault, FaultKind, is_collateral
+from stepfast.core.incident import Incident
+from stepfast.core.job_state import JobState, Phase
+from stepfast.core.job_turn import Turn
+from stepfast.core.membership import is_fresh, is_ready_to_start, to_replace
+from stepfast.core.messages import Interrupt, RankReport, RankState
+from stepfast.core.placement import node_of, ranks_of
+from stepfast.core.policy import Action, Decision, decide
+from stepfast.core.terms import NO_GENERATION, NodeId, Step
+from stepfast.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
+from stepfast.events import DecisionMade, Dropped, FaultSeen, Note
+
+# Ranks in these kinds of trouble cannot be reached from inside: they get a fresh process.
+_OUT_OF_REACH = frozenset(
+    {
+        FaultKind.UNREACHABLE,
+        FaultKind.KILL,
+        FaultKind.SEGV,
+        FaultKind.SIGNAL,
+        FaultKind.EXIT,
+        FaultKind.STOP,
+        FaultKind.GIL,
+    }
+)
+_NODE_RETURN_LIMIT_S = (
+    120.0  # a lost node's agent may be restarted for so long; then the job ends with "try again"
+)
+
+
+def fault_reported(turn: Turn, fault: Fault) -> None:
+    """Take a fault in: record it, open or join the incident, and get everybody out."""
+    state = turn.state
+    if state.end is not None:
+        turn.record(
+            Note(
+                topic="after the end",
+                text=f"{fault.kind}: {fault.reason}",
+                node=fault.node,
+                rank=fault.rank,
+            )
+        )
+        return
+    if _is_old(state, fault):
+        turn.record(
+            Dropped(what=f"fault {fault.kind}", generation=fault.generation, node=fault.node)
+        )
+        return
+    turn.record(_seen_event(fault))
+    if state.phase is Phase.FORMING and _ends_before_start(fault):
+        _decide_and_act(turn, _with_fault(state, fault, turn.now))
+        return
+    turn.update(incident=_with_fault(state, fault, turn.now), phase=Phase.RECOVERING, probe=None)
+    for node in turn.state.membership.connected_nodes:
+        turn.send(node, interrupt_message(turn, node))
+    _end_of_a_beginner(turn, fault)
+    for node, view in sorted(state.membership.nodes.items()):
+        if not view.connected and not _has_node_fault(turn.state, node):
+            node_fault(turn, node, "its agent is not connected")
+
+
+def _end_of_a_beginner(turn: Turn, fault: Fault) -> None:
+    """A fresh process that ends before it stands at the barrier is decided at once, or it would be made for ever."""
+    report = turn.state.membership.ranks.get(fault.rank) if fault.rank is not None else None
+    incident = turn.state.incident
+    if (
+        report is None
+        or incident is None
+        or not is_fresh(report)
+        or fault.kind not in _OUT_OF_REACH
+    ):
+        return
+    _decide_and_act(turn, incident)
+
+
+def _ends_before_start(fault: Fault) -> bool:
+    return fault.kind is FaultKind.EXCEPTION and not is_collateral(fault)
+
+
+def _is_old(state: JobState, fault: Fault) -> bool:
+    """The end of a process is judged by its incarnation, everything else by its generation."""
+    if fault.rank is not None and fault.kind in _OUT_OF_REACH:
+        report = state.membership.ranks.get(fault.rank)
+        return report is not None and fault.incarnation < report.incarnation
+    return fault.generation < state.generation and fault.generation != NO_GENERATION
+
+
+def _with_fault(state: JobState, fault: Fault, now: float) -> Incident:
+    incident = state.incident
+    if incident is None:
+        ranks = state.membership.ranks
+        incident = Incident(
+            opened_at=now,
+            reached_by_rank={
+                r: report.step
+                for r, report in ranks.items()
+                if report.generation == state.generation
+            },
+            pids_before={r: report.pid for r, report in ranks.items()},
+        )
+    incident = incident.joined_by(fault)
+    if fault.rank is None:
+        return incident
+    reached = max(incident.reached_by_rank.get(fault.rank, Step(0)), fault.step)
+    replaced = incident.replaced | ({fault.rank} if fault.kind in _OUT_OF_REACH else frozenset())
+    return replace(
+        incident,
+        reached_by_rank={**incident.reached_by_rank, fault.rank: reached},
+        replaced=replaced,
+    )
+
+
+def node_fault(turn: Turn, node: NodeId, reason: str) -> None:
+    """A node is away: its ranks are lost with it."""
+    state = turn.state
+    fault = Fault(
+        kind=FaultKind.NODE,
+        generation=state.generation,
+        rank=None,
+        node=node,
+        step=state.steps_max,
+        reason=f"node {node}: {reason}",
+    )
+    turn.record(_seen_event(fault))
+    incident = _with_fault(state, fault, turn.now)
+    lost = frozenset(ranks_of(node, state.settings.nproc_per_node))
+    turn.update(
+        incident=replace(incident, replaced=incident.replaced | lost),
+        phase=Phase.RECOVERING,
+        probe=None,
+    )
+    for other in turn.state.membership.connected_nodes:
+        turn.send(other, interrupt_message(turn, other))
+
+
+def nodes_overdue(turn: Turn) -> None:
+    """A node that stays away becomes a fault, then the job's end."""
+    state = turn.state
+    if state.end is not None:
+        return
+    for node, view in sorted(state.membership.nodes.items()):
+        if view.connected or view.lost_at is None:
+            continue
+        away_s = turn.now - view.lost_at
+        if away_s > _NODE_RETURN_LIMIT_S:
+            reason = f"node {node} did not come back within {_NODE_RETURN_LIMIT_S:g} s"
+            turn.end("failed", EXIT_TRY_AGAIN, reason)
+            return
+        running = state.phase in (Phase.RUNNING, Phase.STARTING)
+        if running and away_s > state.timeouts.node_silence_s:
+            node_fault(turn, node, f"away for {away_s:.1f} s")
+
+
+def _has_node_fault(state: JobState, node: NodeId) -> bool:
+    incident = state.incident
+    return incident is not None and any(
+        f.kind is FaultKind.NODE and f.node == node and f.generation == state.generation
+        for f in incident.faults
+    )
+
+
+def interrupt_message(turn: Turn, node: NodeId) -> Interrupt:
+    """The order to leave, with this node's ranks that need fresh processes. A level: safe to repeat."""
+    state = turn.state
+    incident = state.incident
+    assert incident is not None, "interrupted without an incident"
+    local = set(ranks_of(node, state.settings.nproc_per_node))
+    reports = [state.membership.ranks[r] for r in sorted(local & set(state.membership.ranks))]
+    doomed = [r for r in reports if r.rank in incident.replaced and _is_same_process(incident, r)]
+    return Interrupt(
+        generation=state.generation,
+        reason=incident.faults[-1].reason,
+        replace=to_replace(doomed),
+    )
+
+
+def _is_same_process(incident: Incident, report: RankReport) -> bool:
+    """Whether the report still shows a process that a fault of this incident condemned."""
+    ended = [
+        f.incarnation for f in incident.faults if f.rank == report.rank and f.kind in _OUT_OF_REACH
+    ]
+    if ended:
+        return report.incarnation <= max(ended)
+    return report.pid == incident.pids_before.get(report.rank)
+
+
+def settled(turn: Turn) -> bool:
+    """Whether the incident is decided and everybody stands at the barrier. Acts on a decision that needs more."""
+    state = turn.state
+    incident = state.incident
+    assert incident is not None, "recovering without an incident"
+    _note_times(turn)
+    collecting = (
+        incident.only_collateral and turn.now - incident.opened_at < state.timeouts.collect_window_s
+    )
+    if collecting or not _all_at_barrier(state):
+        return False
+    assert turn.state.incident is not None, "still the same incident"
+    return _decide_and_act(turn, turn.state.incident)
+
+
+def _all_at_barrier(state: JobState) -> bool:
+    ranks = state.membership.ranks
+    nodes_up = all(v.connected for v in state.membership.nodes.values())
+    enough = len(ranks) == state.settings.world_size and len(state.membership.nodes) == state.nodes
+    return (
+        nodes_up and enough and all(is_ready_to_start(r, state.generation) for r in ranks.values())
+    )
+
+
+def _note_times(turn: Turn) -> None:
+    """When the last survivor left and the last replacement came: the account of phases."""
+    state = turn.state
+    incident = state.incident
+    assert incident is not None, "recovering without an incident"
+    ranks = state.membership.ranks.values()
+    survivors = [r for r in ranks if r.rank not in incident.replaced]
+    if incident.quiet_at is None and all(is_ready_to_start(r, state.generation) for r in survivors):
+        incident = replace(incident, quiet_at=turn.now)
+    fresh = [r for r in ranks if r.rank in incident.replaced]
+    if fresh and incident.ready_at is None and all(r.state is RankState.READY for r in fresh):
+        incident = replace(incident, ready_at=turn.now)
+    turn.update(incident=incident)
+
+
+def _decide_and_act(turn: Turn, incident: Incident) -> bool:
+    """Decide once for each new fault; True if the generation may open now."""
+    state = turn.state
+    if incident.decided_faults == len(incident.faults):
+        return True
+    chief = incident.undecided_chief
+    budget = state.budget.refilled(turn.now).spent()
+    repeat = state.repeat.after(chief)
+    stepped = state.steps_max > 0 or max(incident.reached_by_rank.values(), default=Step(0)) > 0
+    decision = decide(
+        chief,
+        repeat=repeat,
+        budget=budget,
+        recovery_on=state.settings.recovery == "on",
+        job_has_stepped=stepped,
+    )
+    turn.record(
+        DecisionMade(
+            generation=state.generation, action=decision.action.value, reason=decision.reason
+        )
+    )
+    turn.update(budget=budget, repeat=repeat, incident=incident.decided())
+    _count_hang(turn, chief)
+    if decision.ends_job:
+        code = EXIT_USER_ERROR if decision.action is Action.END_USER_ERROR else EXIT_TRY_AGAIN
+        turn.end("failed", code, decision.reason, fault=chief)
+        return False
+    return _climb(turn, chief, decision)
+
+
+def _climb(turn: Turn, chief: Fault, decision: Decision) -> bool:
+    """Where the ladder says "fresh process" and the old one still stands, order it; the barrier closes again."""
+    state = turn.state
+    incident = state.incident
+    assert incident is not None, "still the same incident"
+    if (
+        decision.action is not Action.REPLACE_PROCESS
+        or chief.rank is None
+        or chief.rank in incident.replaced
+    ):
+        return True
+    report = state.membership.ranks[chief.rank]
+    if is_fresh(report):
+        return True
+    turn.update(incident=replace(incident, replaced=incident.replaced | {chief.rank}))
+    node = node_of(chief.rank, state.settings.nproc_per_node)
+    turn.send(
+        node,
+        Interrupt(
+            generation=state.generation, reason=decision.reason, replace=to_replace([report])
+        ),
+    )
+    _mark_absent(turn, report)
+    return False
+
+
+def _mark_absent(turn: Turn, report: RankReport) -> None:
+    """Until the node reports the fresh process, the old one's "quiet" must not open the barrier."""
+    gone = msgspec.structs.replace(report, state=RankState.ABSENT)
+    membership = turn.state.membership
+    turn.update(membership=replace(membership, ranks={**membership.ranks, report.rank: gone}))
+
+
+def _count_hang(turn: Turn, chief: Fault) -> None:
+    if chief.kind is not FaultKind.HANG:
+        return
+    same = turn.state.hang_step == chief.step
+    turn.update(hang_step=chief.step, hang_count=turn.state.hang_count + 1 if same else 1)
+
+
+def _seen_event(fault: Fault) -> FaultSeen:
+    error = fault.error
+    return FaultSeen(
+        kind=fault.kind.value,
+        rank=fault.rank,
+        node=fault.node,
+        generation=fault.generation,
+        step=fault.step,
+        reason=fault.reason,
+        collateral=is_collateral(fault),
+        detect_s=fault.detect_s,
+        error_type=error.type if error else None,
+        traceback=error.traceback if error else None,
+        log_tail=fault.log_tail or None,
+    )

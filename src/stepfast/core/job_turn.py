@@ -1,0 +1,110 @@
+"""One step of the job in the making: the state so far and the outputs so far.
+
+It lives for one call of `job.step`; nothing outside ever sees it, so the machine stays pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+
+from stepfast.core.faults import Fault
+from stepfast.core.job_state import JobEnd, JobState, Phase
+from stepfast.core.messages import FinishJob, FromCoordinator, RankReturned
+from stepfast.core.outputs import Output, Persist, Record, SendToNode
+from stepfast.core.terms import NodeId, Step
+from stepfast.errors import EXIT_FINISHED
+from stepfast.events import Event, JobEnded
+
+_AFTER_FINISH_LIMIT_S = (
+    3600.0  # user code behind the resilient function: a last export may take long
+)
+
+
+class Turn:
+    """State and outputs of one step; the handlers change it in order."""
+
+    def __init__(self, state: JobState, now: float) -> None:
+        """Begin from `state` at `now`."""
+        self.state = state
+        self.now = now
+        self.outputs: list[Output] = []
+
+    def update(self, **changes: object) -> None:
+        """Replace fields of the state."""
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]  # names checked by replace itself
+
+    def emit(self, output: Output) -> None:
+        """Add an output."""
+        self.outputs.append(output)
+
+    def send(self, node: NodeId, message: FromCoordinator) -> None:
+        """Add a message to a node."""
+        self.emit(SendToNode(node, message))
+
+    def record(self, event: Event) -> None:
+        """Add an event."""
+        self.emit(Record(event))
+
+    def persist(self, event: Event) -> None:
+        """Add an event that must be durable before this step's messages leave."""
+        self.emit(Persist(event))
+
+    def finish_message(self) -> FinishJob:
+        """What nodes are told of the end."""
+        end = self.state.end
+        assert end is not None, "no end decided"
+        return FinishJob(
+            finished=end.status == "finished", exit_code=end.exit_code, reason=end.reason
+        )
+
+    def end(self, status: str, exit_code: int, reason: str, fault: Fault | None = None) -> None:
+        """Decide the job's end, once; later reasons change nothing but how long is waited."""
+        limits = self.state.timeouts
+        deadline = self.now + limits.stop_grace_s * 2
+        if self.state.end is not None:
+            if status == "stopped" and self.state.end.deadline > deadline:
+                self._stop_waiting(deadline)
+            return
+        digest = final_digest(self.state.returned.values()) if status == "finished" else None
+        steps = max((r.step for r in self.state.returned.values()), default=self.state.steps_max)
+        if status == "finished":
+            deadline = self.now + _AFTER_FINISH_LIMIT_S
+        end = JobEnd(
+            status=status, exit_code=exit_code, reason=reason, deadline=deadline, fault=fault
+        )
+        self.update(end=end, phase=Phase.ENDING)
+        self.persist(
+            JobEnded(
+                status=status, exit_code=exit_code, reason=reason, steps=steps, final_digest=digest
+            )
+        )
+        for node in self.state.membership.connected_nodes:
+            self.send(node, self.finish_message())
+
+    def _stop_waiting(self, deadline: float) -> None:
+        """The job has finished, but its user will not wait for code behind the resilient function."""
+        assert self.state.end is not None, "only an ending job can be hurried"
+        self.update(end=replace(self.state.end, deadline=deadline))
+        for node in self.state.membership.connected_nodes:
+            self.send(
+                node,
+                FinishJob(finished=False, exit_code=self.state.end.exit_code, reason="stopped"),
+            )
+
+    def end_finished(self) -> None:
+        """Every rank returned."""
+        steps = max((r.step for r in self.state.returned.values()), default=Step(0))
+        self.end("finished", EXIT_FINISHED, f"finished at step {steps}")
+
+
+def final_digest(returned: Iterable[RankReturned]) -> str:
+    """One hash over all tracked tensors in global order: by name, then offsets; replicas count once."""
+    shards = sorted({d for r in returned for d in r.digests})
+    total = hashlib.sha256()
+    for shard in shards:
+        total.update(
+            f"{shard.name}\0{','.join(map(str, shard.offsets))}\0{shard.digest}\n".encode()
+        )
+    return total.hexdigest()

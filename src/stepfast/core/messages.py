@@ -1,0 +1,375 @@
+"""The typed messages between coordinator, agents and ranks. Versioned; MessagePack on every wire; never a pickle.
+
+Every message about a generation carries its number; receivers drop what is older, with an event.
+The report goes up, the order comes down, and one barrier (quiet up, start down) closes the round.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
+from stepfast.core.terms import Generation, JobId, NodeId, Rank, SnapshotId, Step
+
+PROTOCOL_VERSION = 1
+MESSAGE_BYTES_MAX = 16 * 1024 * 1024  # agent <-> coordinator; a larger one is refused
+RANK_MESSAGE_BYTES_MAX = (
+    128 * 1024
+)  # rank <-> agent; below the socket's buffer, so a send never splits
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base: frozen, keyword-only, tagged by its class name."""
+
+
+# --- what a rank's process is told when it is made -------------------------------------------------------------
+
+
+class JobSettings(_Message, frozen=True, kw_only=True):
+    """What every agent and rank of a job must agree on; the coordinator tells it."""
+
+    job_id: JobId
+    world_size: int
+    nproc_per_node: int
+    job_dir: str
+    device: str  # "cpu" or "cuda"
+    recovery: str  # "off", "report" or "on"
+    hang: str  # "recover" or "report"
+    hang_floor_s: float | None
+    hang_ceiling_s: float
+    heartbeat_interval_s: float
+    snapshot_interval_steps: int
+    memory_dir: str
+    preload: tuple[str, ...]
+    faults: tuple[str, ...]
+
+
+# --- agent -> coordinator --------------------------------------------------------------------------------------
+
+
+class RankState(StrEnum):
+    """Where a rank's process stands, as its agent sees it."""
+
+    ABSENT = "absent"  # no process, or its replacement is being forked
+    STARTING = "starting"  # forked; runs the script's own top level
+    READY = "ready"  # waits for its first generation
+    ACTIVE = "active"  # in a generation: forming, restoring or training
+    QUIET = "quiet"  # has left its generation and waits for the next
+    RETURNED = "returned"  # the user's function returned; waits for the others
+    GONE = "gone"  # the job is over for it
+
+
+class RankReport(_Message, frozen=True, kw_only=True):
+    """One rank of a node: a level, not an edge. Saying it twice is the same as once."""
+
+    rank: Rank
+    state: RankState
+    pid: int
+    incarnation: int
+    generation: Generation
+    step: Step = Step(0)  # completed by this process in its generation
+    snapshots: tuple[SnapshotId, ...] = ()
+    keep_obstacle: str | None = (
+        "nothing built yet"  # why `run.once` results cannot be kept; None: they can
+    )
+    build_has_collectives: bool = False
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """An agent's first message on a connection."""
+
+    protocol: int
+    node: NodeId
+    host: str  # the address at which peers reach this node
+    pid: int
+
+
+class NodeReport(_Message, frozen=True, kw_only=True):
+    """Everything the job must know of one node. Sent when it changes."""
+
+    node: NodeId
+    ranks: tuple[RankReport, ...]
+    store_port: int | None  # an unused store, ready for the next generation
+
+
+class FaultReported(_Message, frozen=True, kw_only=True):
+    """Up, once, for each observed fault."""
+
+    fault: Fault
+
+
+class HangSuspected(_Message, frozen=True, kw_only=True):
+    """A rank is beyond its limit; repeated while it stays so."""
+
+    generation: Generation
+    rank: Rank
+    step: Step
+    since_progress_s: float
+    limit_s: float
+
+
+class EvidenceGiven(_Message, frozen=True, kw_only=True):
+    """The answers of one node's ranks to a probe."""
+
+    probe: int
+    evidence: tuple[Evidence, ...]
+
+
+class RankResumed(_Message, frozen=True, kw_only=True):
+    """A rank has restored its state and enters its first turn. Durations in seconds, of the rank's own clock."""
+
+    generation: Generation
+    rank: Rank
+    step: Step
+    rendezvous_s: float
+    build_s: float
+    restore_s: float
+    kept: bool
+
+
+class FirstStepDone(_Message, frozen=True, kw_only=True):
+    """A rank has completed its first turn of the generation."""
+
+    generation: Generation
+    rank: Rank
+    step: Step
+    seconds: float
+
+
+class TensorDigest(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """The digest of one local tensor: where it lies in the global one, and the hash of its bytes."""
+
+    name: str
+    offsets: tuple[int, ...]
+    digest: str
+
+
+class RankReturned(_Message, frozen=True, kw_only=True):
+    """The user's function returned on this rank, at this step, with this state."""
+
+    generation: Generation
+    rank: Rank
+    step: Step
+    digests: tuple[TensorDigest, ...]
+
+
+class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """What `run.log` said at one step."""
+
+    step: Step
+    values: dict[str, float | int | str | bool]
+
+
+class Heartbeat(_Message, frozen=True, kw_only=True):
+    """A node lives. Carries the progress of its ranks and what `run.log` said since the last one."""
+
+    node: NodeId
+    steps: dict[Rank, Step]
+    logged: tuple[LoggedStep, ...] = ()
+
+
+class Noted(_Message, frozen=True, kw_only=True):
+    """Something worth an event, in words."""
+
+    node: NodeId
+    topic: str
+    text: str
+    rank: Rank | None = None
+
+
+class Bye(_Message, frozen=True, kw_only=True):
+    """The node has ended its ranks and leaves."""
+
+    node: NodeId
+
+
+# --- coordinator -> agent --------------------------------------------------------------------------------------
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """The job's settings and this node's ranks with the last incarnation known of each."""
+
+    settings: JobSettings
+    ranks: dict[Rank, int]
+
+
+class Replacement(msgspec.Struct, frozen=True):
+    """This incarnation of the rank is to be ended, where it still lives, and followed by a fresh process."""
+
+    rank: Rank
+    incarnation: int
+
+
+class Interrupt(_Message, frozen=True, kw_only=True):
+    """Leave the generation. Ranks in `replace` cannot, or shall not: they get fresh processes."""
+
+    generation: Generation
+    reason: str
+    replace: tuple[Replacement, ...]
+
+
+class StartGeneration(_Message, frozen=True, kw_only=True):
+    """The barrier opens: every rank joins `generation` at `store` and resumes from `step`."""
+
+    generation: Generation
+    step: Step | None  # None: no rank holds any state; begin from what `build` makes
+    sources: dict[Rank, SnapshotId]
+    store_host: str
+    store_port: int
+    keep: bool  # survivors keep what `run.once` built
+    limit_factor: float  # hang limits are multiplied by this at `step`
+
+
+class ProbeRanks(_Message, frozen=True, kw_only=True):
+    """Ask every local rank where it is."""
+
+    probe: int
+    generation: Generation
+
+
+class FinishJob(_Message, frozen=True, kw_only=True):
+    """The job is over. With `finished` the ranks run on behind the resilient function; otherwise they end."""
+
+    finished: bool
+    exit_code: int
+    reason: str
+
+
+# --- rank -> agent ---------------------------------------------------------------------------------------------
+
+
+class RankEntered(_Message, frozen=True, kw_only=True):
+    """The main thread has reached the resilient function and waits for a generation."""
+
+    pid: int
+
+
+class PhaseBegan(_Message, frozen=True, kw_only=True):
+    """A turn (`name` None) or a named phase began. The level that hang limits are judged by."""
+
+    generation: Generation
+    step: Step
+    phase: str
+    turn_s: float | None = None  # what the turn before took
+
+
+class PhaseEnded(_Message, frozen=True, kw_only=True):
+    """A named section ended; the turn goes on."""
+
+    generation: Generation
+    step: Step
+    phase: str
+    seconds: float
+
+
+class RankRaised(_Message, frozen=True, kw_only=True):
+    """An exception came out of the user's code (generation 0: before any)."""
+
+    generation: Generation
+    step: Step
+    error: ExceptionReport
+
+
+class RankQuiet(_Message, frozen=True, kw_only=True):
+    """The rank has left the generation: no collective of it is pending."""
+
+    generation: Generation
+    keep_obstacle: str | None
+    build_has_collectives: bool
+    interrupt_s: float  # from the first sign to leave to here
+
+
+class RankLogged(_Message, frozen=True, kw_only=True):
+    """`run.log` of one step."""
+
+    generation: Generation
+    logged: LoggedStep
+
+
+class RankNoted(_Message, frozen=True, kw_only=True):
+    """Something worth an event, in words."""
+
+    topic: str
+    text: str
+
+
+class ProbeAnswer(_Message, frozen=True, kw_only=True):
+    """Where the main thread is."""
+
+    probe: int
+    whereabouts: Whereabouts
+    seconds_there: float
+    collectives: int
+    stack: str
+
+
+# --- agent -> rank ---------------------------------------------------------------------------------------------
+
+
+class RankStart(_Message, frozen=True, kw_only=True):
+    """Join a generation."""
+
+    generation: Generation
+    rank: Rank
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node: NodeId
+    step: Step | None
+    source: SnapshotId | None
+    store_host: str
+    store_port: int
+    keep: bool
+    slot_directory: str
+    log_path: str
+    settings: JobSettings
+
+
+class RankLeave(_Message, frozen=True, kw_only=True):
+    """Leave this generation, or any older one."""
+
+    generation: Generation
+
+
+class RankFinish(_Message, frozen=True, kw_only=True):
+    """The job is over: go on behind the resilient function (`finished`), or end the process."""
+
+    finished: bool
+
+
+class RankProbe(_Message, frozen=True, kw_only=True):
+    """Where are you?"""
+
+    probe: int
+
+
+FromAgent = (
+    Hello
+    | NodeReport
+    | FaultReported
+    | HangSuspected
+    | EvidenceGiven
+    | RankResumed
+    | FirstStepDone
+    | RankReturned
+    | Heartbeat
+    | Noted
+    | Bye
+)
+FromCoordinator = Welcome | Interrupt | StartGeneration | ProbeRanks | FinishJob
+FromRank = (
+    RankEntered
+    | PhaseBegan
+    | PhaseEnded
+    | RankRaised
+    | RankQuiet
+    | RankResumed
+    | FirstStepDone
+    | RankReturned
+    | RankLogged
+    | RankNoted
+    | ProbeAnswer
+)
+ToRank = RankStart | RankLeave | RankFinish | RankProbe

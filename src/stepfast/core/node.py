@@ -1,0 +1,449 @@
+"""The node's machine: its ranks' processes, their limits, their reports. `step(state, input, now)`.
+
+Owns: what the agent knows of its ranks; the reflexes that protect data (who does not leave is reported, then replaced
+on order). Does not own: decisions about the job, and any effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepfast.core import node_watch
+from stepfast.core.faults import (
+    ErrorClass,
+    Fault,
+    FaultKind,
+    kind_of_end,
+)
+from stepfast.core.messages import (
+    PROTOCOL_VERSION,
+    Bye,
+    FaultReported,
+    FinishJob,
+    FirstStepDone,
+    FromCoordinator,
+    FromRank,
+    Heartbeat,
+    Hello,
+    Interrupt,
+    PhaseBegan,
+    PhaseEnded,
+    ProbeAnswer,
+    ProbeRanks,
+    RankEntered,
+    RankFinish,
+    RankLeave,
+    RankLogged,
+    RankNoted,
+    RankQuiet,
+    RankRaised,
+    RankResumed,
+    RankReturned,
+    RankStart,
+    RankState,
+    StartGeneration,
+    Welcome,
+)
+from stepfast.core.node_state import (
+    LOGGED_STEPS_MAX,
+    CoordinatorConnected,
+    CoordinatorLost,
+    ForkFailed,
+    FromJob,
+    FromLocalRank,
+    LocalRank,
+    NodeInput,
+    NodeNoted,
+    NodeState,
+    NodeStopRequested,
+    NodeTick,
+    RankEnded,
+    RankForked,
+    StoreLost,
+    StoreReady,
+)
+from stepfast.core.node_turn import NodeTurn
+from stepfast.core.outputs import EndProcess, ForkRank, KillRank, OpenStore, Output
+from stepfast.core.terms import NO_GENERATION, Generation, Rank, Step
+from stepfast.core.timeouts import SETUP, LearnedLimits, solve_timeouts
+from stepfast.errors import EXIT_TRY_AGAIN
+
+COORDINATOR_RETURN_LIMIT_S = 120.0  # ranks train on without a coordinator for so long
+_AFTER_FINISH_LIMIT_S = 3600.0  # user code behind the resilient function
+
+
+def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tuple[Output, ...]]:
+    """One step of the node. Pure; `now` is monotonic seconds of this machine."""
+    turn = NodeTurn(state, now)
+    match given:
+        case CoordinatorConnected():
+            turn.update(connected=True, lost_at=None, told=None)
+            turn.tell(
+                Hello(protocol=PROTOCOL_VERSION, node=state.node, host=state.host, pid=state.pid)
+            )
+        case CoordinatorLost():
+            turn.update(connected=False, lost_at=now if state.lost_at is None else state.lost_at)
+        case FromJob(message, stopped):
+            _from_job(turn, message, stopped)
+        case FromLocalRank():
+            _from_rank(turn, given)
+        case RankForked(rank, incarnation, pid):
+            turn.set_rank(rank, pid=pid, state=RankState.STARTING, forking=False, phase_since=now)
+        case ForkFailed(rank, incarnation, reason):
+            _fork_failed(turn, rank, incarnation, reason)
+        case RankEnded():
+            _rank_ended(turn, given)
+        case StoreReady(port):
+            turn.update(store_port=port, store_wanted=False)
+        case StoreLost(reason):
+            turn.update(store_port=None, store_wanted=False)
+            turn.note("store lost", reason)
+            _want_store(turn)
+        case NodeNoted(topic, text):
+            turn.note(topic, text)
+        case NodeStopRequested(reason):
+            turn.note("stop", reason)
+            _finish(turn, FinishJob(finished=False, exit_code=EXIT_TRY_AGAIN, reason=reason))
+        case NodeTick():
+            _tick(turn)
+    turn.tell_report_if_changed()
+    _end_if_done(turn)
+    return turn.state, tuple(turn.outputs)
+
+
+def with_places(state: NodeState, slot_root: str, log_root: str) -> NodeState:
+    """The state once it is known where slots and logs lie."""
+    return replace(state, slot_root=slot_root, log_root=log_root)
+
+
+# --- from the coordinator ------------------------------------------------------------------------
+
+
+def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]) -> None:
+    match message:
+        case Welcome():
+            _welcome(turn, message)
+        case Interrupt():
+            _interrupt(turn, message)
+        case StartGeneration():
+            _start(turn, message)
+        case ProbeRanks(probe=probe, generation=generation):
+            node_watch.ask_ranks(turn, probe, generation, stopped)
+        case FinishJob():
+            _finish(turn, message)
+
+
+def _welcome(turn: NodeTurn, welcome: Welcome) -> None:
+    """Learn the job's settings and start what is missing; a second welcome changes nothing that runs."""
+    settings = welcome.settings
+    timeouts = solve_timeouts(
+        device=settings.device,
+        hang_floor_s=settings.hang_floor_s,
+        hang_ceiling_s=settings.hang_ceiling_s,
+        heartbeat_interval_s=settings.heartbeat_interval_s,
+    )
+    limits = turn.state.limits or LearnedLimits(timeouts)
+    turn.update(settings=settings, timeouts=timeouts, limits=limits)
+    for rank, incarnation in sorted(welcome.ranks.items()):
+        if rank not in turn.state.ranks:
+            absent = LocalRank(rank=rank, incarnation=incarnation)
+            turn.update(ranks={**turn.state.ranks, rank: absent})
+            _fork(turn, rank)
+    if turn.state.store_port is None:
+        _want_store(turn)
+
+
+def _fork(turn: NodeTurn, rank: Rank) -> None:
+    """Order a fresh process: it has been in no generation, and keeps nothing but the slots."""
+    old = turn.state.ranks[rank]
+    fresh = LocalRank(
+        rank=rank, incarnation=old.incarnation + 1, forking=True, snapshots=old.snapshots
+    )
+    turn.update(ranks={**turn.state.ranks, rank: fresh})
+    turn.emit(ForkRank(rank, fresh.incarnation))
+
+
+def _interrupt(turn: NodeTurn, order: Interrupt) -> None:
+    replaced = {r.rank: r.incarnation for r in order.replace}
+    for rank, local in sorted(turn.state.ranks.items()):
+        if rank in replaced and local.incarnation <= replaced[rank]:
+            _replace_process(turn, local, order.reason)
+        elif local.state in (RankState.ACTIVE, RankState.RETURNED):
+            if local.generation <= order.generation and local.leave_deadline is None:
+                deadline = turn.now + turn.timeouts.interrupt_deadline_s
+                turn.set_rank(rank, leave_deadline=deadline)
+                turn.tell_rank(rank, RankLeave(generation=order.generation))
+        elif local.state is RankState.QUIET and local.generation < order.generation:
+            turn.set_rank(
+                rank, generation=order.generation
+            )  # never got there: out of it all the same
+
+
+def _replace_process(turn: NodeTurn, local: LocalRank, reason: str) -> None:
+    if local.forking or local.doomed:
+        return
+    if local.pid == 0 or local.state is RankState.ABSENT:
+        _fork(turn, local.rank)
+        return
+    turn.set_rank(local.rank, doomed=True)
+    turn.emit(KillRank(local.rank, local.incarnation, reason))
+
+
+def _start(turn: NodeTurn, order: StartGeneration) -> None:
+    settings = turn.state.settings
+    assert settings is not None, "started before the welcome"
+    if order.step is not None:
+        turn.update(limit_step=order.step, limit_factor=order.limit_factor)
+    for index, (rank, local) in enumerate(sorted(turn.state.ranks.items())):
+        if local.state not in (RankState.READY, RankState.QUIET):
+            continue  # its end has been reported, and will interrupt this generation
+        turn.set_rank(
+            rank,
+            state=RankState.ACTIVE,
+            generation=order.generation,
+            step=order.step or Step(0),
+            phase=SETUP,
+            turn_phase=SETUP,
+            phase_since=turn.now,
+            suspect_at=0.0,
+            leave_deadline=None,
+        )
+        turn.tell_rank(rank, _rank_start(turn.state, order, rank, index))
+    if order.store_host == turn.state.host and order.store_port == turn.state.store_port:
+        turn.update(store_port=None)
+        _want_store(turn)
+
+
+def _rank_start(state: NodeState, order: StartGeneration, rank: Rank, index: int) -> RankStart:
+    settings = state.settings
+    assert settings is not None, "started before the welcome"
+    return RankStart(
+        generation=order.generation,
+        rank=rank,
+        local_rank=index,
+        world_size=settings.world_size,
+        local_world_size=settings.nproc_per_node,
+        node=state.node,
+        step=order.step,
+        source=order.sources.get(rank),
+        store_host=order.store_host,
+        store_port=order.store_port,
+        keep=order.keep,
+        slot_directory=f"{state.slot_root}/rank-{rank}",
+        log_path=f"{state.log_root}/rank-{rank}-gen-{order.generation}.log",
+        settings=settings,
+    )
+
+
+def _want_store(turn: NodeTurn) -> None:
+    if not turn.state.store_wanted and turn.state.finish is None:
+        turn.update(store_wanted=True)
+        turn.emit(OpenStore())
+
+
+def _finish(turn: NodeTurn, order: FinishJob) -> None:
+    """The job is over here. A later order may only be harder (`finished` turned to "end now")."""
+    before = turn.state.finish
+    if before is not None and (order.finished or not before.finished):
+        return
+    after_s = _AFTER_FINISH_LIMIT_S
+    if not order.finished:
+        after_s = turn.timeouts.stop_grace_s if turn.state.timeouts else 0.0
+    turn.update(finish=order, finish_deadline=turn.now + after_s)
+    for rank, local in sorted(turn.state.ranks.items()):
+        if local.pid and local.state not in (RankState.ABSENT, RankState.GONE):
+            turn.tell_rank(rank, RankFinish(finished=order.finished))
+
+
+# --- from the ranks ------------------------------------------------------------------------------
+
+
+def _from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
+    local = turn.state.ranks.get(given.rank)
+    if local is None or local.incarnation != given.incarnation or local.state is RankState.ABSENT:
+        return  # of a process that is no more
+    if given.snapshots is not None:
+        turn.set_rank(given.rank, snapshots=given.snapshots)
+    message: FromRank = given.message
+    match message:
+        case RankEntered():
+            turn.set_rank(given.rank, state=RankState.READY)
+        case PhaseBegan():
+            node_watch.phase_began(turn, given.rank, message)
+        case PhaseEnded():
+            node_watch.phase_ended(turn, given.rank, message)
+        case RankRaised():
+            _raised(turn, local, message)
+        case RankQuiet():
+            turn.set_rank(
+                given.rank,
+                state=RankState.QUIET,
+                generation=message.generation,
+                leave_deadline=None,
+                keep_obstacle=message.keep_obstacle,
+                build_has_collectives=message.build_has_collectives,
+            )
+        case RankResumed() | FirstStepDone():
+            turn.tell(message)
+        case RankReturned():
+            turn.set_rank(given.rank, state=RankState.RETURNED, step=message.step)
+            turn.tell(message)
+        case RankLogged(logged=logged):
+            turn.update(logged=(*turn.state.logged, logged)[-LOGGED_STEPS_MAX:])
+        case RankNoted(topic=topic, text=text):
+            turn.note(topic, text, given.rank)
+        case ProbeAnswer():
+            node_watch.answered(turn, given.rank, message)
+
+
+def _raised(turn: NodeTurn, local: LocalRank, message: RankRaised) -> None:
+    collective = message.error.error_class is ErrorClass.COLLECTIVE
+    _tell_fault(
+        turn,
+        Fault(
+            kind=FaultKind.COLLECTIVE if collective else FaultKind.EXCEPTION,
+            generation=message.generation,
+            rank=local.rank,
+            node=turn.state.node,
+            step=message.step,
+            reason=f"rank {local.rank}: {message.error.type}: {message.error.message}",
+            incarnation=local.incarnation,
+            error=message.error,
+        ),
+    )
+
+
+def _tell_fault(turn: NodeTurn, fault: Fault) -> None:
+    _beat(turn)  # what was logged before the fault is delivered before it
+    turn.tell(FaultReported(fault=fault))
+
+
+# --- from the processes --------------------------------------------------------------------------
+
+
+def _rank_ended(turn: NodeTurn, end: RankEnded) -> None:
+    local = turn.state.ranks.get(end.rank)
+    if local is None or local.incarnation != end.incarnation:
+        return
+    turn.set_rank(end.rank, snapshots=end.snapshots)
+    if turn.state.finish is not None:
+        _ended_after_finish(turn, local, end)
+        return
+    generation, step_reached = local.generation, local.step
+    turn.set_rank(end.rank, state=RankState.ABSENT, pid=0, leave_deadline=None, doomed=False)
+    if local.doomed:
+        _fork(turn, end.rank)
+        return
+    how = f"signal {end.signal}" if end.signal is not None else f"exit code {end.exit_code}"
+    _tell_fault(
+        turn,
+        Fault(
+            kind=kind_of_end(end.signal),
+            generation=generation,
+            rank=end.rank,
+            node=turn.state.node,
+            step=step_reached,
+            reason=f"rank {end.rank} (pid {local.pid}) ended: {how}",
+            incarnation=local.incarnation,
+            log_tail=end.log_tail,
+        ),
+    )
+
+
+def _ended_after_finish(turn: NodeTurn, local: LocalRank, end: RankEnded) -> None:
+    turn.set_rank(local.rank, state=RankState.GONE, pid=0)
+    finish = turn.state.finish
+    assert finish is not None, "after the finish"
+    if finish.finished and (end.signal is not None or end.exit_code != 0):
+        how = f"signal {end.signal}" if end.signal is not None else f"exit code {end.exit_code}"
+        turn.note("after the end", f"rank {local.rank} ended with {how}", local.rank)
+
+
+def _fork_failed(turn: NodeTurn, rank: Rank, incarnation: int, reason: str) -> None:
+    turn.set_rank(rank, forking=False, state=RankState.ABSENT)
+    if turn.state.finish is not None:
+        return
+    _tell_fault(
+        turn,
+        Fault(
+            kind=FaultKind.EXIT,
+            generation=NO_GENERATION,
+            rank=rank,
+            node=turn.state.node,
+            step=Step(0),
+            reason=f"rank {rank} could not be started: {reason}",
+            incarnation=incarnation,
+        ),
+    )
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def _tick(turn: NodeTurn) -> None:
+    state = turn.state
+    if state.lost_at is not None and turn.now - state.lost_at > COORDINATOR_RETURN_LIMIT_S:
+        reason = f"no coordinator for {COORDINATOR_RETURN_LIMIT_S:g} s"
+        _finish(turn, FinishJob(finished=False, exit_code=EXIT_TRY_AGAIN, reason=reason))
+    if state.settings is None:
+        return
+    if turn.now - state.beat_at >= turn.timeouts.heartbeat_interval_s:
+        _beat(turn)
+    if state.finish is None:
+        node_watch.suspect(turn)
+        node_watch.probe_overdue(turn)
+        _leave_overdue(turn)
+    elif state.finish_deadline is not None and turn.now > state.finish_deadline:
+        _kill_all(turn)
+
+
+def _beat(turn: NodeTurn) -> None:
+    state = turn.state
+    if not state.connected:
+        return
+    steps = {r: local.step for r, local in state.ranks.items() if local.generation}
+    turn.tell(Heartbeat(node=state.node, steps=steps, logged=state.logged))
+    turn.update(beat_at=turn.now, logged=())
+
+
+def _leave_overdue(turn: NodeTurn) -> None:
+    for rank, local in sorted(turn.state.ranks.items()):
+        if local.leave_deadline is None or turn.now < local.leave_deadline or local.doomed:
+            continue
+        turn.set_rank(rank, leave_deadline=turn.now + turn.timeouts.interrupt_deadline_s)
+        _tell_fault(turn, _unreachable(turn, local, local.generation))
+
+
+def _unreachable(turn: NodeTurn, local: LocalRank, generation: Generation) -> Fault:
+    limit_s = turn.timeouts.interrupt_deadline_s
+    return Fault(
+        kind=FaultKind.UNREACHABLE,
+        generation=generation,
+        rank=local.rank,
+        node=turn.state.node,
+        step=local.step,
+        reason=f"rank {local.rank} did not leave generation {generation} within {limit_s:g} s",
+        incarnation=local.incarnation,
+        detect_s=limit_s,
+    )
+
+
+def _kill_all(turn: NodeTurn) -> None:
+    turn.update(finish_deadline=None)
+    for rank, local in sorted(turn.state.ranks.items()):
+        if local.pid and not local.doomed:
+            turn.set_rank(rank, doomed=True)
+            turn.emit(KillRank(rank, local.incarnation, "the job is over"))
+
+
+def _end_if_done(turn: NodeTurn) -> None:
+    state = turn.state
+    if state.finish is None or state.ended:
+        return
+    if any(local.pid or local.forking for local in state.ranks.values()):
+        return
+    _beat(turn)
+    turn.update(ended=True)
+    if state.connected:
+        turn.tell(Bye(node=state.node))
+    turn.emit(EndProcess(state.finish.exit_code, state.finish.reason))

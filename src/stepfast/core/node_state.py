@@ -1,0 +1,210 @@
+"""The node's state and its inputs. No behaviour beyond small questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stepfast.core.messages import (
+    FinishJob,
+    FromCoordinator,
+    FromRank,
+    JobSettings,
+    LoggedStep,
+    NodeReport,
+    ProbeAnswer,
+    RankReport,
+    RankState,
+)
+from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
+from stepfast.core.timeouts import SETUP, LearnedLimits, Timeouts
+
+LOGGED_STEPS_MAX = 10_000  # kept while the coordinator is away; older ones are dropped and counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRank:
+    """One rank of this node and the process that holds it. Times are of the node's clock."""
+
+    rank: Rank
+    state: RankState = RankState.ABSENT
+    pid: int = 0
+    incarnation: int = 0
+    generation: Generation = NO_GENERATION
+    step: Step = Step(0)
+    phase: str = SETUP
+    phase_since: float = 0.0
+    turn_phase: str = SETUP  # what a section interrupts
+    suspect_at: float = 0.0  # the next time at which a suspicion may be told
+    leave_deadline: float | None = None  # told to leave; replaced if still there then
+    doomed: bool = False  # being killed on order: its end is no fault
+    forking: bool = False
+    snapshots: tuple[SnapshotId, ...] = ()
+    keep_obstacle: str | None = "nothing built yet"
+    build_has_collectives: bool = False
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether it must make progress."""
+        return self.state is RankState.ACTIVE and self.leave_deadline is None
+
+    def report(self) -> RankReport:
+        """The level that the coordinator is told."""
+        return RankReport(
+            rank=self.rank,
+            state=self.state,
+            pid=self.pid,
+            incarnation=self.incarnation,
+            generation=self.generation,
+            step=self.step,
+            snapshots=self.snapshots,
+            keep_obstacle=self.keep_obstacle,
+            build_has_collectives=self.build_has_collectives,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalProbe:
+    """A question to the local ranks, and their answers so far."""
+
+    number: int
+    deadline: float
+    asked: frozenset[Rank]
+    stopped: frozenset[Rank]  # the kernel says so
+    answers: Mapping[Rank, ProbeAnswer] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """Everything the node's decisions depend on."""
+
+    node: NodeId
+    host: str
+    pid: int
+    slot_root: str  # slots of rank R lie in `slot_root`/rank-R
+    log_root: str  # logs of rank R and generation G: `log_root`/rank-R-gen-G.log
+    settings: JobSettings | None = None
+    timeouts: Timeouts | None = None
+    limits: LearnedLimits | None = None
+    ranks: Mapping[Rank, LocalRank] = field(default_factory=dict)
+    connected: bool = False
+    lost_at: float | None = None
+    store_port: int | None = None
+    store_wanted: bool = False
+    beat_at: float = 0.0
+    logged: tuple[LoggedStep, ...] = ()
+    probe: LocalProbe | None = None
+    limit_step: Step = Step(-1)  # at this step hang limits are multiplied by `limit_factor`
+    limit_factor: float = 1.0
+    told: NodeReport | None = None
+    finish: FinishJob | None = None
+    finish_deadline: float | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConnected:
+    """Input: a connection stands; the node says who it is and how it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorLost:
+    """Input: the connection ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromJob:
+    """Input: a message of the coordinator; `stopped_ranks` are those whose process the kernel shows as stopped."""
+
+    message: FromCoordinator
+    stopped_ranks: frozenset[Rank] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class FromLocalRank:
+    """Input: a message of a rank's process; `snapshots` is what its slots hold, where that matters."""
+
+    rank: Rank
+    incarnation: int
+    message: FromRank
+    snapshots: tuple[SnapshotId, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankForked:
+    """Input: a fresh process stands."""
+
+    rank: Rank
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkFailed:
+    """Input: no process could be made."""
+
+    rank: Rank
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnded:
+    """Input: a rank's process ended; everything it had sent has been taken in before."""
+
+    rank: Rank
+    incarnation: int
+    exit_code: int | None
+    signal: int | None
+    log_tail: str
+    snapshots: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady:
+    """Input: an unused store listens."""
+
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    """Input: the store's process ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNoted:
+    """Input: the shell saw something worth an event."""
+
+    topic: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStopRequested:
+    """Input: SIGTERM or SIGINT to this agent."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTick:
+    """Input: time went by."""
+
+
+NodeInput = (
+    CoordinatorConnected
+    | CoordinatorLost
+    | FromJob
+    | FromLocalRank
+    | RankForked
+    | ForkFailed
+    | RankEnded
+    | StoreReady
+    | StoreLost
+    | NodeNoted
+    | NodeStopRequested
+    | NodeTick
+)

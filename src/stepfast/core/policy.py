@@ -1,0 +1,125 @@
+"""What to do about a fault: the ladder, the restart budget, and when it is the user's bug.
+
+    in process -> fresh process -> (user's bug: end with 78)
+Owns: the decision and its reason in words. Does not own any effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from stepfast.core.faults import ErrorClass, ExceptionReport, Fault, FaultKind
+from stepfast.core.terms import Rank, Step
+
+USER_BUG_TRIES = (
+    3  # the same exception at the same step so often, and no step between: it will fail again
+)
+
+
+class Action(StrEnum):
+    """The rungs of the ladder."""
+
+    RESTART_IN_PROCESS = "restart in process"
+    REPLACE_PROCESS = "replace the process"
+    END_USER_ERROR = "end the job: the user's code is at fault"
+    END_TRY_AGAIN = "end the job: try again later"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """An action and its reason in words."""
+
+    action: Action
+    reason: str
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether the job is over."""
+        return self.action in (Action.END_USER_ERROR, Action.END_TRY_AGAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """A bucket of restarts: refilled by time (`per_hour`) and by progress (one for each step never reached before)."""
+
+    per_hour: int
+    tokens: float
+    at: float
+
+    @staticmethod
+    def full(per_hour: int, now: float) -> Budget:
+        """A bucket at its brim."""
+        return Budget(per_hour=per_hour, tokens=float(per_hour), at=now)
+
+    def refilled(self, now: float, new_steps: int = 0) -> Budget:
+        """The bucket at `now`, after `new_steps` steps that were never reached before."""
+        by_time = max(0.0, now - self.at) * self.per_hour / 3600.0
+        return replace(
+            self, tokens=min(float(self.per_hour), self.tokens + by_time + new_steps), at=now
+        )
+
+    def spent(self) -> Budget:
+        """The bucket after one restart; may go below zero, which is "empty"."""
+        return replace(self, tokens=self.tokens - 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """How often the same failure came in a row, with no step completed between."""
+
+    signature: tuple[FaultKind, Rank | None, Step, str, str] | None = None
+    count: int = 0
+
+    def after(self, fault: Fault) -> Repeat:
+        """Count one more of the same, or begin anew."""
+        frame = fault.error.frame if fault.error else ""
+        kind = fault.error.type if fault.error else ""
+        signature = (fault.kind, fault.rank, fault.step, kind, frame)
+        return Repeat(signature, self.count + 1 if signature == self.signature else 1)
+
+
+def decide(
+    fault: Fault, *, repeat: Repeat, budget: Budget, recovery_on: bool, job_has_stepped: bool
+) -> Decision:
+    """The decision about one incident's chief cause. `repeat` and `budget` already count this fault."""
+    if _is_user_exception(fault):
+        assert fault.error is not None
+        what = f"{fault.error.type} at {fault.error.frame}"
+        if not job_has_stepped:
+            return Decision(Action.END_USER_ERROR, f"{what}, before the job's first step")
+        if repeat.count >= USER_BUG_TRIES:
+            reason = f"{what} at step {fault.step}, {repeat.count} times with no step between"
+            return Decision(Action.END_USER_ERROR, reason)
+    if fault.error is not None and not job_has_stepped and _is_refusal(fault.error):
+        return Decision(Action.END_TRY_AGAIN, fault.error.message)
+    if not recovery_on:
+        return Decision(
+            Action.END_TRY_AGAIN, f"{fault.kind} of rank {fault.rank}, and recovery is off"
+        )
+    if budget.tokens < 0:
+        reason = f"the budget of {budget.per_hour} restarts an hour is spent, last by {fault.kind}"
+        return Decision(Action.END_TRY_AGAIN, reason)
+    if fault.kind not in (FaultKind.EXCEPTION, FaultKind.COLLECTIVE, FaultKind.HANG):
+        return Decision(
+            Action.REPLACE_PROCESS, f"{fault.kind}: the process is gone or out of reach"
+        )
+    if repeat.count > 1:
+        return Decision(
+            Action.REPLACE_PROCESS, f"{fault.kind} again at step {fault.step}: a fresh process"
+        )
+    return Decision(Action.RESTART_IN_PROCESS, f"{fault.kind}: the process lives")
+
+
+def _is_refusal(error: ExceptionReport) -> bool:
+    """stepfast's own refusal (no memory for the slots, say): it will not heal by trying again here."""
+    return error.type.startswith("stepfast.") and error.error_class is ErrorClass.IO
+
+
+def _is_user_exception(fault: Fault) -> bool:
+    error = fault.error
+    return (
+        fault.kind is FaultKind.EXCEPTION
+        and error is not None
+        and error.error_class is ErrorClass.USER
+    )

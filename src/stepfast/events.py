@@ -1,0 +1,174 @@
+"""What happened: the event types of `events.jsonl`. No behaviour.
+
+One JSON object a line: `{"v": 1, "at": seconds since the epoch, "t": monotonic seconds of the coordinator,
+"type": ..., ...}`. Readers skip types they do not know; a field is never given another meaning within a version.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+EVENTS_VERSION = 1
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=True):
+    """Base of all events."""
+
+
+class JobOpened(_Event, frozen=True, kw_only=True):
+    """The coordinator serves the job; `run` counts how often this job directory was opened."""
+
+    job_id: str
+    nodes: int
+    nproc_per_node: int
+    script: str
+    stepfast_version: str
+
+
+class NodeJoined(_Event, frozen=True, kw_only=True):
+    """An agent is connected."""
+
+    node: int
+    host: str
+    pid: int
+
+
+class NodeLeft(_Event, frozen=True, kw_only=True):
+    """An agent's connection ended."""
+
+    node: int
+    reason: str
+
+
+class FaultSeen(_Event, frozen=True, kw_only=True):
+    """A fault was observed. `collateral`: believed to be the consequence of another."""
+
+    kind: str
+    rank: int | None
+    node: int
+    generation: int
+    step: int
+    reason: str
+    collateral: bool
+    detect_s: float
+    error_type: str | None = None
+    traceback: str | None = None
+    log_tail: str | None = None
+
+
+class DecisionMade(_Event, frozen=True, kw_only=True):
+    """What is done about an incident, and why."""
+
+    generation: int
+    action: str
+    reason: str
+
+
+class GenerationOpened(_Event, frozen=True, kw_only=True):
+    """Persisted before anything is sent: the membership and the step it goes on from."""
+
+    generation: int
+    step: int | None
+    world_size: int
+    store: str
+    pids: dict[int, int]
+    incarnations: dict[int, int]
+    kept: bool
+
+
+class GenerationRunning(_Event, frozen=True, kw_only=True):
+    """Every rank has resumed."""
+
+    generation: int
+    step: int
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """One of an incident's causes."""
+
+    kind: str
+    rank: int | None
+    node: int
+    step: int
+
+
+class Recovered(_Event, frozen=True, kw_only=True):
+    """An incident is over: every rank has completed a step again. Seconds by phase; `total` begins at detection."""
+
+    generation: int
+    kind: str
+    rank: int | None
+    node: int
+    step: int
+    resumed_step: int
+    steps_lost: int
+    survivors_kept_pid: bool
+    kept_model: bool
+    causes: tuple[Cause, ...]
+    detect_s: float
+    interrupt_s: float
+    respawn_s: float
+    rendezvous_s: float
+    build_s: float
+    restore_s: float
+    first_step_s: float
+    total_s: float
+
+
+class StepLogged(_Event, frozen=True, kw_only=True):
+    """What `run.log` said, once for each step."""
+
+    step: int
+    values: dict[str, float | int | str | bool]
+
+
+class Note(_Event, frozen=True, kw_only=True):
+    """Something worth knowing, in words."""
+
+    topic: str
+    text: str
+    node: int | None = None
+    rank: int | None = None
+
+
+class Dropped(_Event, frozen=True, kw_only=True):
+    """A message of an older generation was dropped."""
+
+    what: str
+    generation: int
+    node: int
+
+
+class JobEnded(_Event, frozen=True, kw_only=True):
+    """The one end of a job."""
+
+    status: str  # "finished", "failed" or "stopped"
+    exit_code: int
+    reason: str
+    steps: int
+    final_digest: str | None
+
+
+Event = (
+    JobOpened
+    | NodeJoined
+    | NodeLeft
+    | FaultSeen
+    | DecisionMade
+    | GenerationOpened
+    | GenerationRunning
+    | Recovered
+    | StepLogged
+    | Note
+    | Dropped
+    | JobEnded
+)
+
+
+class EventLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `events.jsonl`."""
+
+    v: int
+    at: float
+    t: float
+    event: Event

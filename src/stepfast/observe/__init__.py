@@ -1,0 +1,1 @@
+"""Account: what the events say about a job."""

@@ -1,0 +1,104 @@
+"""What a person sees while a job runs: one line for each event that matters, and a progress line.
+
+Owns: words. Does not own: where the lines go (the shells print them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stepfast.events import (
+    DecisionMade,
+    Event,
+    FaultSeen,
+    GenerationOpened,
+    JobEnded,
+    JobOpened,
+    NodeLeft,
+    Note,
+    Recovered,
+)
+
+# A line that begins with this is a progress line: `stepfast run` shows the newest one in place on a terminal.
+PROGRESS_MARK = "\x1e"
+# A line that begins with this is shown after everything else of the job.
+LAST_WORDS_MARK = "\x1d"
+
+
+def line_of(event: Event) -> str | None:
+    """The event in one line, or None where it is not for people."""
+    match event:
+        case JobOpened():
+            ranks = f"{event.nodes} x {event.nproc_per_node} ranks"
+            return f"job {event.job_id}: {event.script} on {ranks}"
+        case NodeLeft():
+            return f"node {event.node} left: {event.reason}"
+        case FaultSeen():
+            also = " (collateral)" if event.collateral else ""
+            return f"fault at step {event.step}: {event.kind}{also}: {_first_line(event.reason)}"
+        case DecisionMade():
+            return f"decision: {event.action} ({_first_line(event.reason)})"
+        case GenerationOpened():
+            at = "the beginning" if event.step is None else f"step {event.step}"
+            return f"generation {event.generation} opens at {at}"
+        case Recovered():
+            phases = ", ".join(
+                f"{name} {getattr(event, name + '_s') * 1000:.0f}"
+                for name in ("interrupt", "respawn", "rendezvous", "build", "restore", "first_step")
+            )
+            return (
+                f"recovered from {event.kind} of rank {event.rank} in {event.total_s * 1000:.0f} ms"
+                f" ({phases} ms), {event.steps_lost} steps lost, at step {event.resumed_step}"
+            )
+        case Note(topic=topic, text=text):
+            where = "" if event.rank is None else f" (rank {event.rank})"
+            return f"{topic}{where}: {_first_line(text)}"
+        case JobEnded():
+            return f"job {event.status} at step {event.steps}: {_first_line(event.reason)}"
+    return None
+
+
+class Progress:
+    """The progress line's numbers."""
+
+    def __init__(self) -> None:
+        """Nothing known yet."""
+        self._step = 0
+        self._rate = 0.0
+        self._marked: tuple[float, int] | None = None
+        self._values: Mapping[str, float | int | str | bool] = {}
+        self._last_recovery = ""
+
+    def take(self, event: Event) -> None:
+        """Learn from an event."""
+        match event:
+            case Recovered():
+                self._last_recovery = f", last recovery {event.kind} {event.total_s * 1000:.0f} ms"
+        values = getattr(event, "values", None)
+        if isinstance(values, Mapping):
+            self._values = values
+
+    def at_step(self, step: int, now: float) -> None:
+        """Learn how far the job is."""
+        if self._marked is None or step < self._marked[1]:
+            self._marked = (now, step)
+        elif now - self._marked[0] >= 2.0:
+            self._rate = (step - self._marked[1]) / (now - self._marked[0])
+            self._marked = (now, step)
+        self._step = step
+
+    def line(self, generation: int) -> str:
+        """The progress in one line."""
+        values = " ".join(f"{k}={_short(v)}" for k, v in self._values.items())
+        return (
+            f"step {self._step} {values} {self._rate:.1f} steps/s"
+            f" generation {generation}{self._last_recovery}"
+        )
+
+
+def _short(value: float | int | str | bool) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""

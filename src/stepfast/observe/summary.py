@@ -1,0 +1,93 @@
+"""`summary.json`: a job's account, folded from its events alone.
+
+Owns: the file's shape. Readers may rely on every field here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stepfast.events import EventLine, FaultSeen, GenerationOpened, JobEnded, Recovered
+
+SUMMARY_VERSION = 1
+
+
+def summarize(lines: Iterable[EventLine]) -> dict[str, Any]:
+    """The summary of a job so far; a job without an end is shown as `running`."""
+    summary: dict[str, Any] = {
+        "version": SUMMARY_VERSION,
+        "status": "running",
+        "exit_code": None,
+        "reason": None,
+        "steps": 0,
+        "final_digest": None,
+        "pids": {},
+        "generations": [],
+        "recoveries": [],
+        "faults": 0,
+        "wall_s": 0.0,
+    }
+    first_at: float | None = None
+    for line in lines:
+        first_at = line.at if first_at is None else first_at
+        summary["wall_s"] = round(line.at - first_at, 3)
+        _take(summary, line.event)
+    return summary
+
+
+def _take(summary: dict[str, Any], event: object) -> None:
+    match event:
+        case GenerationOpened():
+            for rank, pid in event.pids.items():
+                summary["pids"].setdefault(str(rank), {})[str(event.generation)] = pid
+            summary["generations"].append(
+                {"generation": event.generation, "step": event.step, "kept_model": event.kept}
+            )
+            summary["status"] = "running"
+        case FaultSeen(collateral=False):
+            summary["faults"] += 1
+        case Recovered():
+            summary["recoveries"].append(_recovery(event))
+        case JobEnded():
+            summary["status"] = event.status
+            summary["exit_code"] = event.exit_code
+            summary["reason"] = event.reason
+            summary["steps"] = event.steps
+            summary["final_digest"] = event.final_digest
+
+
+def _recovery(event: Recovered) -> dict[str, Any]:
+    seconds = (
+        "detect",
+        "interrupt",
+        "respawn",
+        "rendezvous",
+        "build",
+        "restore",
+        "first_step",
+        "total",
+    )
+    return {
+        "kind": event.kind,
+        "rank": event.rank,
+        "node": event.node,
+        "step": event.step,
+        "generation": event.generation,
+        "resumed_step": event.resumed_step,
+        "steps_lost": event.steps_lost,
+        "survivors_kept_pid": event.survivors_kept_pid,
+        "kept_model": event.kept_model,
+        "causes": [msgspec.to_builtins(cause) for cause in event.causes],
+        "seconds": {name: round(getattr(event, f"{name}_s"), 6) for name in seconds},
+    }
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Write whole or not at all."""
+    temporary = path.with_name(path.name + ".new")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    temporary.replace(path)

@@ -1,0 +1,1 @@
+"""Touch the world: the ports, the driver and the transports."""

@@ -1,0 +1,134 @@
+"""The agent's end of the WebSocket to the coordinator.
+
+Owns: connecting with retries, framing, the outbox while the connection is away. Does not own: what
+is said (`core.node`). Invariant: messages leave in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from stepfast.core.messages import MESSAGE_BYTES_MAX, FromAgent, FromCoordinator
+from stepfast.errors import ConfigError, OperatingError
+from stepfast.runtime.wire import AGENT_TO_COORDINATOR, COORDINATOR_TO_AGENT
+
+_BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between tries; the last one repeats
+_CONNECT_LIMIT_S = 5.0  # one try: a port that listens and never answers ends it
+_OUTBOX_MESSAGES_MAX = 20_000  # while away; older ones go first, for levels are said again
+_CLOSE_REFUSED = 4003
+
+
+class CoordinatorLink:
+    """Keeps one connection to the coordinator, in the running event loop."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        *,
+        token: str | None,
+        on_connected: Callable[[], None],
+        on_message: Callable[[FromCoordinator], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Callbacks run in the loop; `on_connected` before anything else is sent."""
+        self._host, self._port = address
+        self._token = token
+        self._on_connected = on_connected
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._outbox: deque[bytes] = deque(maxlen=_OUTBOX_MESSAGES_MAX)
+        self._pending = asyncio.Event()
+        self._drained = asyncio.Event()
+        self.is_connected = False
+
+    def send(self, message: FromAgent) -> None:
+        """Queue a message; it leaves now, or when the connection stands again."""
+        self._outbox.append(AGENT_TO_COORDINATOR.encode(message))
+        self._drained.clear()
+        self._pending.set()
+
+    async def drain(self, limit_s: float) -> None:
+        """Wait until everything queued has left, or the limit."""
+        if not self._outbox:
+            return
+        try:
+            await asyncio.wait_for(self._drained.wait(), limit_s)
+        except TimeoutError:
+            return
+
+    async def keep(self, limit_s: float) -> None:
+        """Connect, and again when the connection ends, for ever.
+
+        Raises OperatingError where no first connection stands within `limit_s`, and ConfigError
+        where the coordinator refuses this agent.
+        """
+        tries = 0
+        deadline = asyncio.get_running_loop().time() + limit_s
+        while True:
+            try:
+                await self._converse()
+                tries, deadline = 0, float("inf")
+            except ConnectionClosed as closed:
+                if closed.rcvd is not None and closed.rcvd.code == _CLOSE_REFUSED:
+                    raise ConfigError(
+                        f"the coordinator refuses this agent: {closed.rcvd.reason}"
+                    ) from closed
+                tries, deadline = 0, float("inf")
+            except (OSError, TimeoutError, WebSocketException) as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise OperatingError(
+                        f"no coordinator at {self._where()} within {limit_s:g} s: {error!r}"
+                    ) from error
+                tries += 1
+            await asyncio.sleep(_BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)])
+
+    async def _converse(self) -> None:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        async with connect(
+            f"ws://{host}:{self._port}/agent",
+            additional_headers=headers,
+            open_timeout=_CONNECT_LIMIT_S,
+            close_timeout=1.0,
+            ping_interval=None,
+            max_size=MESSAGE_BYTES_MAX,
+            compression=None,
+            proxy=None,
+        ) as connection:
+            self._outbox.clear()  # levels of before are said anew by the hello and the report after it
+            self.is_connected = True
+            self._on_connected()
+            writing = asyncio.create_task(self._write(connection))
+            try:
+                async for data in connection:
+                    if isinstance(data, bytes):
+                        self._on_message(COORDINATOR_TO_AGENT.decode(data))
+                await connection.recv()  # the iteration ends quietly; this names the close
+            finally:
+                writing.cancel()
+                self.is_connected = False
+                self._on_lost()
+
+    async def _write(self, connection: ClientConnection) -> None:
+        while True:
+            while self._outbox:
+                await connection.send(self._outbox[0])
+                self._outbox.popleft()
+            self._drained.set()
+            self._pending.clear()
+            await self._pending.wait()
+
+    def _where(self) -> str:
+        """Host, port and what the host resolves to: the first thing one needs to know."""
+        try:
+            found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            addresses = ", ".join(sorted({str(info[4][0]) for info in found}))
+        except OSError as error:
+            addresses = f"does not resolve: {error.strerror}"
+        return f"{self._host}:{self._port} ({addresses})"

@@ -1,0 +1,205 @@
+"""Cutting the connections of one generation, so that whoever waits in it wakes.
+
+Owns: which addresses a generation talks to, learned as they pass through its store; the cut.
+Does not own: the calls on sockets (`train.sockets`), the groups themselves (`train.groups`).
+
+Gloo publishes each listener of a group in the group's store before it connects, and reads its peers' from there. So
+the generation's store is wrapped: what is set is an own listener, what is got is a peer's, for every group, the user's
+own included, from the first byte of its forming on. It needs no look at the kernel's tables at a lucky moment, no
+second round trip, and no store that still lives when the cut comes.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import Store
+
+from stepfast.errors import Interrupted
+from stepfast.train.sockets import (
+    Endpoint,
+    GlooAddress,
+    connect_and_hang_up,
+    count_connections,
+    gloo_address,
+    shut_connections,
+)
+
+PAIRS_CALLED_MAX = 256
+"""Each call may cost a descriptor until the group is destroyed."""
+NO_ENDPOINTS: frozenset[Endpoint] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbortReport:
+    """What an abort did. `failed_count` > 0 or a main thread that stays: replace the process."""
+
+    group_connections_shut: int = 0
+    store_connections_shut: int = 0
+    failed_count: int = 0
+    device_groups_aborted: int = 0
+    elapsed_s: float = 0.0
+
+
+class Connections:
+    """The addresses of one generation, and the cut through all of them. Every method from any thread."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._own: frozenset[GlooAddress] = frozenset()
+        self._called: frozenset[GlooAddress] = frozenset()
+        self._peers = NO_ENDPOINTS
+        self._store = NO_ENDPOINTS
+        self._is_cut = False
+        self.changed = threading.Event()
+        """Set by a cut; whoever forms the generation waits on it and sets it when done."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the generation is over; nothing of it may use the store any more."""
+        return self._is_cut
+
+    def learn_own(self, published: bytes) -> bool:
+        """A value that this process sets; whether it is a Gloo listener of its own."""
+        address = gloo_address(published)
+        if address is not None:
+            with self._guard:
+                self._own |= {address}
+        return address is not None
+
+    def learn_peer(self, published: bytes) -> None:
+        """A value that this process gets: a peer's Gloo listener, or something else."""
+        if (address := gloo_address(published)) is not None:
+            with self._guard:
+                self._peers |= {address.listener}
+
+    def learn_store(self, endpoints: frozenset[Endpoint]) -> None:
+        """Where the store of this generation, and of nothing else, listens."""
+        with self._guard:
+            self._store |= endpoints
+
+    def cut(self) -> AbortReport:
+        """Shuts all connections: the groups' first and all together, then the store's.
+
+        In that order a thread that the second wave wakes finds no group that still works. Call it again until the
+        thread that was blocked is out: a connection made while the first call looked is met by the next.
+        """
+        started_s = time.monotonic()
+        with self._guard:
+            self._is_cut = True
+            listeners = frozenset(own.listener for own in self._own)
+            peers, store = self._peers, self._store
+            uncalled, self._called = self._own - self._called, self._own
+        groups = shut_connections(listeners=listeners, remotes=peers)
+        clients = shut_connections(listeners=NO_ENDPOINTS, remotes=store)
+        for own in uncalled:
+            _wake_waiting_pairs(own)
+        self.changed.set()
+        return AbortReport(
+            group_connections_shut=groups.shut_count,
+            store_connections_shut=clients.shut_count,
+            failed_count=groups.failed_count + clients.failed_count,
+            elapsed_s=time.monotonic() - started_s,
+        )
+
+    def count(self) -> int:
+        """How many connections of this generation this process holds, the store's included."""
+        with self._guard:
+            listeners = frozenset(own.listener for own in self._own)
+            remotes = self._peers | self._store
+        return count_connections(listeners=listeners, remotes=remotes)
+
+
+class WatchedStore(Store):
+    """A generation's store as its groups see it: learns addresses, refuses everything after the cut.
+
+    torch calls it from C++ through a trampoline that does not own the Python object: whoever makes one keeps it for
+    as long as a group of the generation lives.
+    """
+
+    def __init__(self, inner: Store, connections: Connections) -> None:
+        super().__init__()
+        self._inner = inner
+        self._connections = connections
+        self._clones: list[WatchedStore] = []
+        self.group_keys: set[str] = set()
+        """Keys under which this process published a listener, so one for each Gloo group it ever joined."""
+
+    def _open(self) -> Store:
+        if self._connections.is_cut:
+            raise Interrupted("this generation's store is closed")
+        return self._inner
+
+    def set(self, key: str, value: str) -> None:
+        store = self._open()
+        if self._connections.learn_own(value.encode() if isinstance(value, str) else value):
+            self.group_keys.add(key)
+        store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value = self._open().get(key)
+        self._connections.learn_peer(value)
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = self._open().multi_get(keys)
+        for value in values:
+            self._connections.learn_peer(value)
+        return values
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        store = self._open()
+        if timeout is None:
+            store.wait(keys)
+        else:
+            store.wait(keys, timeout)
+
+    def add(self, key: str, value: int) -> int:
+        return self._open().add(key, value)
+
+    def append(self, key: str, value: str) -> None:
+        self._open().append(key, value)  # type: ignore[attr-defined]  # torch's stub lacks it
+
+    def check(self, keys: list[str]) -> bool:
+        return self._open().check(keys)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._open().compare_set(key, expected_value, desired_value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._open().delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._open().num_keys()
+
+    def has_extended_api(self) -> bool:
+        return False  # Gloo then asks for one key at a time, through `get`
+
+    def clone(self) -> Store:
+        clone = WatchedStore(self._open().clone(), self._connections)  # type: ignore[attr-defined]
+        self._clones.append(clone)
+        return clone
+
+    # The trampoline looks these two up under their C++ names.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+
+def _wake_waiting_pairs(own: GlooAddress) -> None:
+    """Wakes whoever waits for a peer to connect: there is no connection yet that could be shut.
+
+    A pair waits without a limit of ours for the connection that names it, when the peer was stopped on
+    its way, or when its connection was shut before it had said the name. So we call in its place and
+    hang up: the pair sees the end of a connection. For a pair that is connected Gloo keeps the call
+    until the group is destroyed.
+    """
+    for pair_id in own.pair_ids[:PAIRS_CALLED_MAX]:
+        connect_and_hang_up(own.listener, struct.pack("=q", pair_id))

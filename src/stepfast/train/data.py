@@ -1,0 +1,101 @@
+"""A tracked loader: an iterator over its epochs whose position is state.
+
+Owns: the epoch, the loader's iterator and its workers. Does not own: the loader's own state format.
+Invariants: an iterator never outlives its generation; the sampler knows the epoch before the epoch's first sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from stepfast.core.faults import Whereabouts
+from stepfast.errors import ScriptError
+from stepfast.train.whereabouts import Whereabout
+
+
+def is_loader(value: object) -> bool:
+    """Whether `track` hands it back as an iterator: it can be iterated and has state."""
+    has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    return has_state and hasattr(value, "__iter__") and not hasattr(value, "__next__")
+
+
+class TrackedLoader:
+    """Endless iterator over the epochs of a loader with `state_dict` and `load_state_dict`."""
+
+    def __init__(self, name: str, loader: Any, whereabout: Whereabout) -> None:
+        """`loader`: torchdata's StatefulDataLoader, or anything of its shape."""
+        self._name = name
+        self._loader = loader
+        self._whereabout = whereabout
+        self._iterator: Iterator[Any] | None = None
+        self._rng_before: torch.Tensor | None = (
+            None  # of the epoch's beginning: workers are seeded from it
+        )
+        self.epoch = 0
+
+    def __iter__(self) -> TrackedLoader:
+        """Itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch; behind the last one the next epoch begins."""
+        with self._whereabout.said(Whereabouts.DATA):
+            for _ in range(3):
+                if self._iterator is None:
+                    self._begin_epoch()
+                assert self._iterator is not None, "an epoch was begun"
+                try:
+                    return next(self._iterator)
+                except StopIteration:
+                    # A position restored behind the last batch ends at once: at most one more epoch is tried.
+                    self._iterator = None
+                    self.epoch += 1
+        raise ScriptError(f"the tracked loader {self._name!r} yields no batch in a whole epoch")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and the loader's own position; asking an unused loader would start its workers, so it is not asked."""
+        position = None if self._iterator is None else self._loader.state_dict()
+        return {"epoch": self.epoch, "loader": position, "rng_before": self._rng_before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position; the old iterator and its workers are gone first.
+
+        The new iterator is made here, from the generator's state at the epoch's beginning: making one draws from the
+        generator, and its workers get their seeds from that draw. The caller restores the generator afterwards.
+        """
+        self.drop()
+        self.epoch = int(state["epoch"])
+        if state["loader"] is None:
+            return
+        self._loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng_before"])
+        self._begin_epoch()
+
+    def drop(self) -> None:
+        """End the iterator and its workers now, whatever state they are in."""
+        iterators = {
+            id(it): it for it in (self._iterator, getattr(self._loader, "_iterator", None))
+        }
+        self._iterator = None
+        if hasattr(self._loader, "_iterator"):
+            self._loader._iterator = None
+        for iterator in iterators.values():
+            for worker in getattr(iterator, "_workers", ()):
+                worker.kill()  # an interrupted worker may wait on a queue for ever; its state is in the snapshot
+            for worker in getattr(iterator, "_workers", ()):
+                worker.join(timeout=1.0)
+
+    def _begin_epoch(self) -> None:
+        self._rng_before = torch.get_rng_state()
+        self._set_sampler_epoch()
+        self._iterator = iter(self._loader)
+
+    def _set_sampler_epoch(self) -> None:
+        for owner in ("sampler", "batch_sampler", "dataset"):
+            set_epoch = getattr(getattr(self._loader, owner, None), "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(self.epoch)
+                return

@@ -1,0 +1,199 @@
+"""The monitor thread: hears the agent, wakes the main thread, and ends the process when nobody is left to.
+
+Owns: the rank machine's driver, the signal that raises `Interrupted`, the flag that says "leave".
+Does not own: process groups (`train.groups`) or the loop (`train.session`).
+Invariants: `Interrupted` rises only in user code, never in a shielded part of stepfast; the flag is set before
+anything is aborted.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from stepfast.core import rank as rank_machine
+from stepfast.core.messages import (
+    FromRank,
+    ProbeAnswer,
+    RankFinish,
+    RankLeave,
+    RankProbe,
+    RankStart,
+)
+from stepfast.core.outputs import (
+    AbortGroups,
+    EndProcess,
+    Output,
+    ReleaseMain,
+    SendToAgent,
+    SignalMain,
+)
+from stepfast.core.rank import Place, ProcessState, RankInput
+from stepfast.errors import Interrupted
+from stepfast.runtime.clock import SystemClock
+from stepfast.runtime.descendants import ProcessTable, try_signal
+from stepfast.runtime.driver import Driver
+from stepfast.train.link import AgentLink
+
+INTERRUPT_SIGNAL = signal.SIGRTMIN + 7  # a real-time signal: no library here or known to us uses it
+_POLL_LIMIT_S = 5.0
+
+Order = RankStart | RankLeave | RankFinish
+
+
+class Monitor:
+    """One per process. The main thread calls `feed`, `wait_for_order`, `check`, `shield`, `user_code`."""
+
+    def __init__(
+        self,
+        link: AgentLink,
+        *,
+        interrupt_grace_s: float,
+        answer_probe: Callable[[int], ProbeAnswer],
+    ) -> None:
+        """Make the machine; nothing runs before `start`."""
+        self._link = link
+        self._answer_probe = answer_probe
+        self._abort: Callable[[], object] = lambda: None
+        self._orders: list[Order] = []
+        self._lock = threading.RLock()
+        self._released = threading.Condition(self._lock)
+        state = ProcessState(pid=os.getpid(), interrupt_grace_s=interrupt_grace_s)
+        self._driver: Driver[ProcessState, RankInput] = Driver(
+            rank_machine.step, state, self, SystemClock()
+        )
+        self._main_ident = threading.main_thread().ident
+        self._armed = False  # whether the main thread runs user code
+        self._delivered_at: str | None = (
+            None  # where `Interrupted` rose, until the wrapper has seen it
+        )
+        self._thread = threading.Thread(target=self._run, name="stepfast-monitor", daemon=True)
+
+    def start(self) -> None:
+        """Install the signal's handler (main thread only) and begin to listen."""
+        signal.signal(INTERRUPT_SIGNAL, self._on_signal)
+        self._thread.start()
+
+    def set_abort(self, abort: Callable[[], object]) -> None:
+        """What wakes the pending collectives of the present generation; safe from any thread, safe to repeat."""
+        self._abort = abort
+
+    # --- the main thread's side ------------------------------------------------------------------
+
+    def feed(self, given: RankInput) -> None:
+        """One step of the rank's machine."""
+        with self._lock:
+            self._driver.feed(given)
+        self._link.wake()  # the next deadline may have changed
+
+    def send(self, message: FromRank) -> None:
+        """A message that decides nothing: phases, logs, notes."""
+        self._link.send(message)
+
+    def wait_for_order(self) -> Order:
+        """Block until the machine releases the main thread."""
+        with self._released:
+            while not self._orders:
+                self._released.wait()  # ended by an order, or by the end of the process
+            return self._orders.pop(0)
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether the present generation is over."""
+        return self._driver.state.place is Place.LEAVING
+
+    def check(self) -> None:
+        """A safe point: raise `Interrupted` where the generation is over."""
+        if self.must_leave:
+            raise Interrupted
+
+    @contextmanager
+    def shield(self) -> Iterator[None]:
+        """Code that must not be torn apart by the signal; what came meanwhile rises at its end."""
+        armed, self._armed = self._armed, False
+        try:
+            yield
+        finally:
+            self._armed = armed
+        if armed:
+            self.check()
+
+    @contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Code of the user's: `Interrupted` may rise anywhere in it."""
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+
+    def take_swallowed(self) -> str | None:
+        """Where `Interrupted` rose and did not arrive; None when it did not rise."""
+        where, self._delivered_at = self._delivered_at, None
+        return where
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._armed and self.must_leave:
+            if frame is not None:
+                self._delivered_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            raise Interrupted
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = select.poll()
+        poller.register(self._link.wake_fd, select.POLLIN)
+        while True:
+            events = select.POLLIN | (select.POLLOUT if self._link.has_backlog else 0)
+            poller.register(self._link.socket_fd, events)
+            poller.poll(self._poll_ms())
+            self._link.clear_wake()
+            self._link.flush()
+            try:
+                self._hear()
+            except EOFError:
+                self.feed(rank_machine.AgentLost())
+            with self._lock:
+                self._driver.feed(rank_machine.RankTick())
+
+    def _poll_ms(self) -> int:
+        deadline = rank_machine.next_deadline(self._driver.state)
+        wait_s = _POLL_LIMIT_S if deadline is None else max(0.0, deadline - time.monotonic())
+        return min(int(wait_s * 1000) + 1, int(_POLL_LIMIT_S * 1000))
+
+    def _hear(self) -> None:
+        while (message := self._link.receive()) is not None:
+            if isinstance(message, RankProbe):
+                self._link.send(self._answer_probe(message.probe))
+            else:
+                with self._lock:
+                    self._driver.feed(rank_machine.Ordered(message))
+
+    # --- the machine's hands ---------------------------------------------------------------------
+
+    def perform(self, output: Output) -> None:
+        """Carry out one order of the rank's machine."""
+        match output:
+            case SendToAgent(message):
+                self._link.send(message)
+            case AbortGroups():
+                self._abort()
+            case SignalMain():
+                assert self._main_ident is not None, "the main thread has an ident"
+                signal.pthread_kill(self._main_ident, INTERRUPT_SIGNAL)
+            case ReleaseMain(order):
+                self._orders.append(order)
+                self._released.notify_all()
+            case EndProcess(exit_code):
+                self._link.flush()
+                for entry in ProcessTable.read().descendants(os.getpid()):
+                    try_signal(entry.id, signal.SIGKILL)
+                os._exit(exit_code)
+            case _:
+                raise AssertionError(f"not a rank's output: {output}")
