@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from stepfast.core.terms import Generation, Rank
@@ -156,6 +157,16 @@ class Cluster:
                 raise AssertionError(f"rank {rank} did not answer within {limit_s} s")
             found[rank] = self.pipes[rank].recv()
         return found
+
+    def wait_for_step(self, directory: Path, step: int) -> None:
+        """Returns once rank 0 has saved the step's snapshot."""
+        deadline_s = time.monotonic() + ANSWER_LIMIT_S
+        while not (directory / f"rank-0-step-{step}.pt").exists():
+            assert time.monotonic() < deadline_s, f"step {step} was not reached: {self._heard()}"
+            threading.Event().wait(0.002)
+
+    def _heard(self) -> list[Any]:
+        return [pipe.recv() for pipe in self.pipes.values() if pipe.poll(0)]
 
     def close(self) -> None:
         self._store_pipe.send(None)

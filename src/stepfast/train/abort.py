@@ -11,6 +11,7 @@ second round trip, and no store that still lives when the cut comes.
 
 from __future__ import annotations
 
+import socket
 import struct
 import threading
 import time
@@ -20,6 +21,7 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import Store
 
 from stepfast.errors import Interrupted
+from stepfast.train import gloo_waiters
 from stepfast.train.sockets import (
     Endpoint,
     GlooAddress,
@@ -29,6 +31,8 @@ from stepfast.train.sockets import (
     shut_connections,
 )
 
+FORGOTTEN_S = 0.02
+"""How long a wait without any connection has to stand still. Gloo's loop looks every 10 ms."""
 PAIRS_CALLED_MAX = 256
 """Each call may cost a descriptor until the group is destroyed."""
 NO_ENDPOINTS: frozenset[Endpoint] = frozenset()
@@ -40,6 +44,7 @@ class AbortReport:
 
     group_connections_shut: int = 0
     store_connections_shut: int = 0
+    waits_released: int = 0
     failed_count: int = 0
     device_groups_aborted: int = 0
     elapsed_s: float = 0.0
@@ -51,6 +56,8 @@ class Connections:
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._own: frozenset[GlooAddress] = frozenset()
+        self._cutting = threading.Lock()
+        self._waiting_since_s: dict[gloo_waiters.Waiter, float] = {}
         self._called: frozenset[GlooAddress] = frozenset()
         self._peers = NO_ENDPOINTS
         self._store = NO_ENDPOINTS
@@ -85,26 +92,50 @@ class Connections:
     def cut(self) -> AbortReport:
         """Shuts all connections: the groups' first and all together, then the store's.
 
-        In that order a thread that the second wave wakes finds no group that still works. Call it again until the
-        thread that was blocked is out: a connection made while the first call looked is met by the next.
+        In that order a thread that the second wave wakes finds no group that still works. Call it again
+        every few milliseconds until the thread that was blocked is out: a connection made while the
+        first call looked is met by the next, and a wait that Gloo forgot is ended by a later one.
         """
         started_s = time.monotonic()
-        with self._guard:
+        with self._cutting:
+            # The first time incoming only: Gloo reads to the end and tells its operations, whereas a
+            # write that fails loses the operation it was for. It then closes, which wakes the peer.
+            how = socket.SHUT_RDWR if self._is_cut else socket.SHUT_RD
             self._is_cut = True
-            listeners = frozenset(own.listener for own in self._own)
-            peers, store = self._peers, self._store
-            uncalled, self._called = self._own - self._called, self._own
-        groups = shut_connections(listeners=listeners, remotes=peers)
-        clients = shut_connections(listeners=NO_ENDPOINTS, remotes=store)
-        for own in uncalled:
-            _wake_waiting_pairs(own)
+            with self._guard:
+                own, peers, store = self._own, self._peers, self._store
+            listeners = frozenset(address.listener for address in own)
+            groups = shut_connections(listeners=listeners, remotes=peers, how=how)
+            clients = shut_connections(
+                listeners=NO_ENDPOINTS, remotes=store, how=socket.SHUT_RDWR
+            )
+            for address in own - self._called:
+                _wake_waiting_pairs(address)
+            self._called = own
+            released_count = self._release_forgotten(bool(groups.shut_count), len(own))
         self.changed.set()
         return AbortReport(
             group_connections_shut=groups.shut_count,
             store_connections_shut=clients.shut_count,
+            waits_released=released_count,
             failed_count=groups.failed_count + clients.failed_count,
             elapsed_s=time.monotonic() - started_s,
         )
+
+    def _release_forgotten(self, is_anything_alive: bool, group_count: int) -> int:
+        """Ends waits that have not moved for a while although no connection is left."""
+        now_s = time.monotonic()
+        # A group of the user's own, made with a store of his own, is none of ours: its waits look alike.
+        if is_anything_alive or gloo_waiters.loop_count() > group_count:
+            self._waiting_since_s = {}
+            return 0
+        waiting = gloo_waiters.waiters()
+        self._waiting_since_s = {w: self._waiting_since_s.get(w, now_s) for w in waiting}
+        forgotten = [w for w, since in self._waiting_since_s.items() if now_s - since > FORGOTTEN_S]
+        for waiter in forgotten:
+            gloo_waiters.release(waiter)
+            del self._waiting_since_s[waiter]
+        return len(forgotten)
 
     def count(self) -> int:
         """How many connections of this generation this process holds, the store's included."""
@@ -136,7 +167,7 @@ class WatchedStore(Store):
 
     def set(self, key: str, value: str) -> None:
         store = self._open()
-        if self._connections.learn_own(value.encode() if isinstance(value, str) else value):
+        if self._connections.learn_own(_bytes(value)):
             self.group_keys.add(key)
         store.set(key, value)
 
@@ -203,3 +234,8 @@ def _wake_waiting_pairs(own: GlooAddress) -> None:
     """
     for pair_id in own.pair_ids[:PAIRS_CALLED_MAX]:
         connect_and_hang_up(own.listener, struct.pack("=q", pair_id))
+
+
+def _bytes(value: str | bytes) -> bytes:
+    """What torch hands to a Python store is bytes, whatever the stub says."""
+    return value.encode() if isinstance(value, str) else value

@@ -31,7 +31,7 @@ class TrackedLoader:
         self._loader = loader
         self._whereabout = whereabout
         self._iterator: Iterator[Any] | None = None
-        self._rng_before: torch.Tensor | None = (
+        self._rng_before: bytes | None = (
             None  # of the epoch's beginning: workers are seeded from it
         )
         self.epoch = 0
@@ -71,7 +71,7 @@ class TrackedLoader:
         if state["loader"] is None:
             return
         self._loader.load_state_dict(state["loader"])
-        torch.set_rng_state(state["rng_before"])
+        torch.set_rng_state(torch.frombuffer(bytearray(state["rng_before"]), dtype=torch.uint8))
         self._begin_epoch()
 
     def drop(self) -> None:
@@ -89,7 +89,7 @@ class TrackedLoader:
                 worker.join(timeout=1.0)
 
     def _begin_epoch(self) -> None:
-        self._rng_before = torch.get_rng_state()
+        self._rng_before = torch.get_rng_state().numpy().tobytes()
         self._set_sampler_epoch()
         self._iterator = iter(self._loader)
 

@@ -57,17 +57,18 @@ class Record:
         """Ends the recording; call it while the groups are alive."""
         held = torch_private.groups()
         self.has_collectives = _operations(held) > self._operations_before
-        made = [group for group in held if group not in self._groups_before]
-        calls = [torch_private.call_of(group) for group in made]
-        obstacles = [call for call in calls if isinstance(call, str)]
+        before = {id(group) for group in self._groups_before}
+        obstacles = list(self._destroyed_groups())
+        self._groups_before = []  # or this list would be found among the groups' holders
+        calls = [torch_private.call_of(group) for group in held if id(group) not in before]
+        obstacles += [call for call in calls if isinstance(call, str)]
         if not obstacles:
             self._steps = self._with_gaps([call for call in calls if isinstance(call, GroupCall)])
-        obstacles += [*self._destroyed_groups(), *filter(None, [torch_private.version_obstacle()])]
+        obstacles += filter(None, [torch_private.version_obstacle()])
         if obstacles:
             self._obstacle = obstacles[0]
         else:
             self._find_holders(held)
-        self._groups_before = []
         self._store = None
 
     def detach(self) -> None:

@@ -118,11 +118,13 @@ def resolved(host: str, port: int) -> frozenset[Endpoint]:
     return frozenset(ends)
 
 
-def shut_connections(*, listeners: frozenset[Endpoint], remotes: frozenset[Endpoint]) -> ShutReport:
-    """Shuts every connection of this process that `listeners` accepted or that leads to one of `remotes`.
+def shut_connections(
+    *, listeners: frozenset[Endpoint], remotes: frozenset[Endpoint], how: int
+) -> ShutReport:
+    """Shuts every connection of this process that `listeners` accepted or that leads to `remotes`.
 
-    Whoever is blocked on such a socket, here or at its other end, wakes at once. Callable from any thread, any number
-    of times.
+    how: SHUT_RD, which lets what was received be read first, or SHUT_RDWR. Whoever is blocked on such
+    a socket wakes at once. Callable from any thread, any number of times.
     """
     shut_count = failed_count = 0
     for descriptor in _descriptors_matching(listeners, remotes):
@@ -135,7 +137,7 @@ def shut_connections(*, listeners: frozenset[Endpoint], remotes: frozenset[Endpo
             # The number may have been closed and given to another socket since: the copy cannot change any more, so
             # it is the copy that has to match.
             if _matches(copy, listeners, remotes):
-                failed = _libc.shutdown(copy, socket.SHUT_RD) != 0
+                failed = _libc.shutdown(copy, how) != 0
                 failed_count += failed and ctypes.get_errno() != errno.ENOTCONN
                 shut_count += not failed
         finally:
