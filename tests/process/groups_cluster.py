@@ -122,6 +122,12 @@ class Cluster:
         )
         self.processes[rank].start()
 
+    def replace(self, rank: int) -> None:
+        """Ends the rank's process, if it still lives, and starts another."""
+        self.processes[rank].kill()
+        self.processes[rank].join(ANSWER_LIMIT_S)
+        self.start(rank)
+
     def signal(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.processes[rank].pid, number)
         if number == signal.SIGKILL:

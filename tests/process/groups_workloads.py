@@ -62,7 +62,8 @@ class Collectives:
         own = dist.new_group([0, 1, 2])
         _ALIVE[:] = [ref for ref in _ALIVE if ref() is not None]
         _ALIVE.extend(weakref.ref(group) for group in torch_private.groups())
-        value = torch.ones(1000)
+        turns, elements = order if isinstance(order, tuple) else (order, 1000)
+        value = torch.ones(elements)
         turn = 0
         while True:
             dist.all_reduce(value.fill_(1.0))
@@ -70,12 +71,38 @@ class Collectives:
             if self.rank < 3:
                 dist.all_reduce(value, group=own)
             turn += 1
-            if turn == order:
+            if turn == turns:
                 return groups.progress()
 
     def quiet(self, groups: Groups) -> Any:
         self.rounds += 1
         return _left_over() if self.rounds % 10 == 0 else None
+
+
+class Blocked:
+    """Every rank waits in another group, for a peer that never comes."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def run(
+        self, groups: Groups, membership: Membership, order: Any, leaving: Callable[[], bool]
+    ) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
+        own = dist.new_group([2, 3])
+        value = torch.ones(100_000)
+        if self.rank == 0:
+            dist.all_reduce(value, group=mesh.get_group("row"))
+        elif self.rank == 1:
+            dist.barrier(group=mesh.get_group("column"))
+        elif self.rank == 2:
+            work = dist.all_reduce(value, group=own, async_op=True)
+            work.wait()
+        else:
+            dist.recv(value, src=0)
+
+    def quiet(self, groups: Groups) -> Any:
+        return None
 
 
 class Training:

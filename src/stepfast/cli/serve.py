@@ -101,17 +101,16 @@ def serve_coordinator(
         script=script_name,
         stepfast_version=stepfast.__version__,
     )
-    journal.append(opened, durable=True)
-    asyncio.run(_serve_job(server, listener))
+    asyncio.run(_serve_job(server, listener, opened))
     return _conclude(server, journal, voice, config)
 
 
-async def _serve_job(server: JobServer, listener: socket.socket) -> None:
+async def _serve_job(server: JobServer, listener: socket.socket, opened: JobOpened) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         name = signal.Signals(number).name
         loop.add_signal_handler(number, server.stop, name, _EXIT_AFTER_SIGNAL + number)
-    await server.run(listener)
+    await server.run(listener, opened)
 
 
 def _conclude(server: JobServer, journal: Journal, voice: _Voice, config: JobConfig) -> int:

@@ -34,7 +34,7 @@ from stepfast.core.messages import MESSAGE_BYTES_MAX, PROTOCOL_VERSION, FromCoor
 from stepfast.core.outputs import EndProcess, Output, Persist, Record, SendToNode
 from stepfast.core.terms import NodeId
 from stepfast.errors import OperatingError
-from stepfast.events import Event, Note
+from stepfast.events import Event, JobOpened, Note
 from stepfast.observe.console import Progress, line_of
 from stepfast.runtime.driver import Driver
 from stepfast.runtime.ports import Clock
@@ -102,8 +102,9 @@ class JobServer:
         """End the job in order; again: hurry."""
         self._driver.feed(StopRequested(reason, exit_code))
 
-    async def run(self, listener: socket.socket) -> None:
-        """Serve until the job has ended and every node has been told."""
+    async def run(self, listener: socket.socket, opened: JobOpened) -> None:
+        """Serve until the job has ended and all nodes were told; `opened` is the first event."""
+        self._write(opened, durable=True)
         config = uvicorn.Config(
             self.app,
             log_level="warning",

@@ -162,6 +162,9 @@ def judge_hang(evidence: Sequence[Evidence]) -> HangVerdict:
             culprits=(), reason=f"{_names(excused)} within the limit of its phase ({where})"
         )
     if outside:
+        # Several can be outside at once, in plain computation; the furthest back holds up the others.
+        furthest_back = min((e.step, e.collectives) for e in outside)
+        outside = [e for e in outside if (e.step, e.collectives) == furthest_back]
         culprits = tuple((e.rank, FaultKind.HANG) for e in outside)
         return HangVerdict(
             culprits=culprits, reason=f"{_names(outside)} outside any collective, others wait"

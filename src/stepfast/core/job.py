@@ -139,6 +139,8 @@ def _node_lost(turn: Turn, node: NodeId, reason: str) -> None:
     if view is None or not view.connected:
         return
     turn.update(membership=state.membership.lost(node, turn.now))
+    if view.gone:
+        return
     turn.record(NodeLeft(node=node, reason=reason))
     if state.phase is Phase.RECOVERING:
         job_faults.node_fault(turn, node, reason)

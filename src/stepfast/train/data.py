@@ -13,6 +13,7 @@ import torch
 
 from stepfast.core.faults import Whereabouts
 from stepfast.errors import ScriptError
+from stepfast.train import torch_private
 from stepfast.train.whereabouts import Whereabout
 
 
@@ -31,9 +32,8 @@ class TrackedLoader:
         self._loader = loader
         self._whereabout = whereabout
         self._iterator: Iterator[Any] | None = None
-        self._rng_before: bytes | None = (
-            None  # of the epoch's beginning: workers are seeded from it
-        )
+        # Of the epoch's beginning: the workers are seeded from it.
+        self._rng_before: bytes | None = None
         self.epoch = 0
 
     def __iter__(self) -> TrackedLoader:
@@ -76,17 +76,13 @@ class TrackedLoader:
 
     def drop(self) -> None:
         """End the iterator and its workers now, whatever state they are in."""
-        iterators = {
-            id(it): it for it in (self._iterator, getattr(self._loader, "_iterator", None))
-        }
+        kept = getattr(self._loader, "_iterator", None)
+        iterators = {id(iterator): iterator for iterator in (self._iterator, kept)}
         self._iterator = None
         if hasattr(self._loader, "_iterator"):
             self._loader._iterator = None
         for iterator in iterators.values():
-            for worker in getattr(iterator, "_workers", ()):
-                worker.kill()  # an interrupted worker may wait on a queue for ever; its state is in the snapshot
-            for worker in getattr(iterator, "_workers", ()):
-                worker.join(timeout=1.0)
+            torch_private.end_loader_workers(iterator)
 
     def _begin_epoch(self) -> None:
         self._rng_before = torch.get_rng_state().numpy().tobytes()

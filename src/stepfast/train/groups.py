@@ -181,10 +181,11 @@ def _join(
 ) -> None:
     """In the helper thread: reaches the store and connects the world group."""
     host, port = membership.store_host, membership.store_port
-    # Before the first connection, so that a cut can meet it.
-    connections.learn_store(resolved(host, port))
     limit = timedelta(seconds=membership.forming_timeout_s)
     client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    # Not before: TCPStore answers a connection that is shut while it connects by trying again, after a
+    # pause. Left alone it is through in a millisecond, or waits for a server that is gone.
+    connections.learn_store(resolved(host, port))
     store: Store = PrefixStore(f"generation-{membership.generation}", client)
     if "nccl" not in backend:
         # NCCL's own threads would need the GIL for each look at a store in Python.

@@ -127,11 +127,11 @@ class Monitor:
     @contextmanager
     def user_code(self) -> Iterator[None]:
         """Code of the user's: `Interrupted` may rise anywhere in it."""
-        self._armed = True
+        armed, self._armed = self._armed, True
         try:
             yield
         finally:
-            self._armed = False
+            self._armed = armed
 
     def take_swallowed(self) -> str | None:
         """Where `Interrupted` rose and did not arrive; None when it did not rise."""

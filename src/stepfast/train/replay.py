@@ -58,10 +58,10 @@ class Record:
         held = torch_private.groups()
         self.has_collectives = _operations(held) > self._operations_before
         before = {id(group) for group in self._groups_before}
-        obstacles = list(self._destroyed_groups())
         self._groups_before = []  # or this list would be found among the groups' holders
         calls = [torch_private.call_of(group) for group in held if id(group) not in before]
-        obstacles += [call for call in calls if isinstance(call, str)]
+        obstacles = [call for call in calls if isinstance(call, str)]
+        obstacles += self._destroyed_groups()
         if not obstacles:
             self._steps = self._with_gaps([call for call in calls if isinstance(call, GroupCall)])
         obstacles += filter(None, [torch_private.version_obstacle()])
@@ -110,7 +110,7 @@ class Record:
 
     def _destroyed_groups(self) -> list[str]:
         keys = self._store.group_keys - self._keys_before if self._store is not None else set()
-        names = {call.name for call in self._steps if call is not None}
+        names = torch_private.group_names()
         gone = sorted(key for key in keys if not names & set(key.split("//")[1:]))
         return [f"build made a group and destroyed it ({key})" for key in gone[:1]]
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data._utils import signal_handling
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
@@ -69,6 +70,11 @@ def world() -> ProcessGroup | None:
 def groups() -> list[ProcessGroup]:
     """All groups that this rank is a member of, the world first. From any thread."""
     return list(c10d._world.pg_names)
+
+
+def group_names() -> set[str]:
+    """The names of all groups that this rank is a member of."""
+    return set(c10d._world.pg_names.values())
 
 
 def group_count() -> int:
@@ -215,6 +221,36 @@ def reset_after_interrupt(modules: Iterable[nn.Module], flags: ModuleFlags | Non
     from stepfast.train import torch_kept
 
     torch_kept.reset_models(list(modules), flags)
+
+
+def forget_old_meshes() -> None:
+    """Empties DTensor's caches: they hand out older generations' meshes, which equal new ones."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
+
+
+def end_loader_workers(iterator: object) -> None:
+    """Kills the workers of a DataLoader's iterator, whatever they wait for.
+
+    torch's SIGCHLD handler raises in the main thread for a worker that it knows, so it must not know
+    them any more.
+    """
+    workers = list(getattr(iterator, "_workers", ()))
+    if not workers:
+        return
+    if getattr(iterator, "_worker_pids_set", False):
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False  # type: ignore[attr-defined]  # seen on the line above
+    iterator._shutdown = True  # type: ignore[attr-defined]  # or its finaliser would wait for them
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(timeout=1.0)
 
 
 # ------------------------------------------------------------------------------ the thread's modes

@@ -162,8 +162,7 @@ class RankProcess:
         threads = max(1, (os.cpu_count() or 1) // order.local_world_size)
         torch.set_num_threads(threads)
         if not order.keep:
-            self.kept = Kept()
-            self._arena = self._capture = None
+            self._forget_built()
         self.kept.revived = []
         self.kept.step = order.step or Step(0)
         self._rng_resumed = None
@@ -216,11 +215,15 @@ class RankProcess:
         gc.collect()
         obstacle = self.kept.obstacle()
         if obstacle is not None:
-            self.kept = Kept()
-            self._arena = self._capture = None
+            self._forget_built()
             gc.collect()
         has_collectives = self.kept.has_collectives if obstacle is None else False
         self._monitor.feed(MainQuiet(obstacle, has_collectives))
+
+    def _forget_built(self) -> None:
+        self.kept = Kept()
+        self._arena = self._capture = None
+        torch_private.forget_old_meshes()
 
     def _leave_for_good(self) -> None:
         self.kept.drop_loaders()
