@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from stepfast.core.terms import Generation, Rank
 from stepfast.errors import Interrupted
 from stepfast.train.groups import Groups, Membership
+from stepfast.train.storehost import open_server
 
 ANSWER_LIMIT_S = 6.0
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -41,12 +42,11 @@ class Workload(Protocol):
 
 
 def _serve_stores(pipe: Connection) -> None:
-    from torch.distributed import TCPStore
-
     servers = []
     while pipe.recv() is not None:
-        servers = [*servers[-1:], TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-        pipe.send(servers[-1].port)
+        server, port = open_server("127.0.0.1")
+        servers = [*servers[-1:], server]
+        pipe.send(port)
 
 
 def _serve_rank(pipe: Connection, make_workload: Callable[[int], Workload], rank: int) -> None:

@@ -24,6 +24,7 @@ from stepfast.core.job_state import (
 from stepfast.core.job_turn import Turn
 from stepfast.core.membership import is_fresh, is_ready_to_start
 from stepfast.core.messages import (
+    NOTHING_BUILT,
     PROTOCOL_VERSION,
     Bye,
     EvidenceGiven,
@@ -309,7 +310,9 @@ def _would_start_over(state: JobState) -> bool:
 def _may_keep(turn: Turn, plan: RestorePlan | None) -> bool:
     """Whether survivors keep what `run.once` built; why not is an event."""
     ranks = turn.state.membership.ranks
-    survivors = [r for r in ranks.values() if not is_fresh(r)]
+    survivors = [
+        r for r in ranks.values() if not is_fresh(r) and r.keep_obstacle != NOTHING_BUILT
+    ]
     if plan is None or not survivors:
         return False
     obstacles = sorted({r.keep_obstacle for r in survivors if r.keep_obstacle is not None})

@@ -61,6 +61,9 @@ class RankState(StrEnum):
     GONE = "gone"  # the job is over for it
 
 
+NOTHING_BUILT = "nothing built yet"  # a `keep_obstacle` that obliges nobody else to build again
+
+
 class RankReport(_Message, frozen=True, kw_only=True):
     """One rank of a node: a level, not an edge. Saying it twice is the same as once."""
 

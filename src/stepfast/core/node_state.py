@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stepfast.core.messages import (
+    NOTHING_BUILT,
     FinishJob,
     FromCoordinator,
     FromRank,
@@ -40,7 +41,7 @@ class LocalRank:
     doomed: bool = False  # being killed on order: its end is no fault
     forking: bool = False
     snapshots: tuple[SnapshotId, ...] = ()
-    keep_obstacle: str | None = "nothing built yet"
+    keep_obstacle: str | None = NOTHING_BUILT
     build_has_collectives: bool = False
 
     @property

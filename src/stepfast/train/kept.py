@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from stepfast.checkpoint.tensors import StateTree
+from stepfast.core.messages import NOTHING_BUILT
 from stepfast.core.terms import Step
 from stepfast.train import torch_private
 from stepfast.train.data import TrackedLoader
@@ -56,7 +57,7 @@ class Kept:
     def obstacle(self) -> str | None:
         """Why none of it may be used in another generation; None: it may. Call after `dissolve`."""
         if self.tracked is None or not self.built:
-            return "nothing built yet"
+            return NOTHING_BUILT
         if not any(built.has_state for built in self.built.values()):
             return "track was not called inside a function given to run.once"
         for record in self._records():

@@ -192,9 +192,10 @@ class RankProcess:
             store_port=order.store_port,
             forming_timeout_s=limits.forming_limit_s,
         )
-        with self._forming_groups():
-            if order.generation > 1:
+        if order.generation > 1:
+            with self._monitor.user_code():
                 self.faults.reach("recovery", order.step or 0)
+        with self._forming_groups():
             self._groups.form(membership, lambda: self._monitor.must_leave)
         self._account.formed = time.monotonic()
 
