@@ -1,4 +1,4 @@
-"""The main job through an exception, a kill of rank 0 and a hang, beside the same job without faults.
+"""The main job through an exception, a kill of rank 0 and a hang, beside one without faults.
 
     python examples/demo.py            or: make demo
     python examples/demo.py --keep     keep logs, events and summaries, and say where they are
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).with_name("train_llama.py")
+SCRIPT = Path(__file__).resolve().with_name("train_llama.py")
 CLUSTER = ("--nodes", "2", "--nproc-per-node", "2")
 # Kind, rank, and at which part of the job: ranks on both nodes, rank 0 among them.
 FAULTS = (("exception", 1, 0.25), ("kill", 0, 0.5), ("hang", 3, 0.75))
@@ -39,9 +39,14 @@ def run_job(job_dir: Path, steps: int, faults: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "stepfast", "run", *CLUSTER, "--job-dir", str(job_dir)]
     command += [*flags, str(SCRIPT), "--size", "debug", "--steps", str(steps)]
     print(f"$ stepfast {' '.join(command[3:])}\n", flush=True)
-    # No setting of the caller's may change what is compared.
+    # What is compared depends on no setting of the caller's: environment, stepfast.toml.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("STEPFAST_")}
-    code = subprocess.run(command, env=environment, check=False).returncode
+    with subprocess.Popen(command, env=environment, cwd=job_dir.parent) as job:
+        try:
+            code = job.wait()
+        except KeyboardInterrupt:
+            job.wait()  # it heard the same Ctrl-C and ends in order
+            raise
     print(f"\nexit code {code}\n", flush=True)
     summary = job_dir / "summary.json"
     return json.loads(summary.read_text()) if summary.exists() else {}
@@ -102,7 +107,7 @@ def report(faulty: dict[str, Any], plain: dict[str, Any]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--keep", action="store_true", help="keep the job directories")
     args = parser.parse_args()
     if args.steps < 8:
@@ -121,4 +126,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,4 +1,4 @@
-"""What the tests of whole jobs share: the digests of jobs without faults, computed once for each session."""
+"""What the tests of whole jobs share: digests of jobs without faults, once for each session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Reference = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def reference_digest(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """`reference_digest(script, *args, layout=(nodes, ranks))`: the digest of that job without faults."""
+    """`reference_digest(script, *args, layout=(nodes, ranks))`: of that job without faults."""
     known: dict[tuple[object, ...], str] = {}
 
     def digest(script: Path, *script_args: object, layout: tuple[int, int]) -> str:

@@ -1,7 +1,8 @@
 """Whole jobs for the tests of this tier: `stepfast run` and its parts, watched from outside.
 
-Owns: starting a command with a mark in its environment, waiting with a limit, reading the job's records, and the look
-whether anything is left: every process of the job carries the mark, whatever session or parent it has.
+Owns: starting a command with a mark in its environment, waiting with a limit, reading the job's
+records, and the look whether anything is left: every process of the job carries the mark, whatever
+session or parent it has.
 """
 
 from __future__ import annotations
@@ -49,9 +50,13 @@ class Command:
     """One command with everything it starts. Leaves no process behind, however the test ends."""
 
     def __init__(
-        self, directory: Path, arguments: Sequence[object], *, environment: dict[str, str] | None = None
+        self,
+        directory: Path,
+        arguments: Sequence[object],
+        *,
+        environment: dict[str, str] | None = None,
     ) -> None:
-        """`directory`: a place of the command's own; its output, working and temporary directories are made there."""
+        """`directory`: a place of its own, for its output, working and temporary files."""
         self.mark = uuid.uuid4().hex
         self.temporary = directory / "tmp"
         self.working = directory / "cwd"
@@ -63,7 +68,12 @@ class Command:
         self.process = subprocess.Popen(
             [str(part) for part in arguments],
             cwd=self.working,
-            env={**inherited, "TMPDIR": str(self.temporary), _MARK: self.mark, **(environment or {})},
+            env={
+                **inherited,
+                "TMPDIR": str(self.temporary),
+                _MARK: self.mark,
+                **(environment or {}),
+            },
             stdin=subprocess.DEVNULL,
             stdout=self._file,
             stderr=subprocess.STDOUT,
@@ -101,16 +111,25 @@ class Command:
         """The living processes of the command, itself included."""
         return [pid for pid in _all_pids() if _environment_of(pid).get(_MARK) == self.mark]
 
-    def named(self, *words: str) -> list[int]:
-        """Those whose command line or name holds all the words."""
-        return [pid for pid in self.pids() if all(word in _words_of(pid) for word in words)]
+    def stores(self) -> list[int]:
+        """The store processes."""
+        return [pid for pid in self.pids() if _name_of(pid) == "stepfast-store"]
+
+    def zygotes(self) -> list[int]:
+        """The zygotes; what they fork has their command line and a name of its own."""
+        own = (pid for pid in self.pids() if "stepfast.train.zygote" in _words_of(pid))
+        return [pid for pid in own if not _name_of(pid).startswith("stepfast-")]
 
     def until(self, found: Callable[[], T], what: str, limit_s: float = 60.0) -> T:
         """Look until the answer is true; the answer."""
         deadline = time.monotonic() + limit_s
         while not (answer := found()):
-            assert time.monotonic() < deadline, f"{what}: not within {limit_s} s\n{self.console[-6000:]}"
-            assert self.process.poll() is None or found(), f"ended before {what}:\n{self.console[-6000:]}"
+            assert time.monotonic() < deadline, (
+                f"{what}: not within {limit_s} s\n{self.console[-6000:]}"
+            )
+            assert self.process.poll() is None or found(), (
+                f"ended before {what}:\n{self.console[-6000:]}"
+            )
             time.sleep(LOOK_S)
         return answer
 
@@ -119,7 +138,9 @@ class Command:
         deadline = time.monotonic() + GONE_LIMIT_S
         while left := self.pids():
             words = {pid: _words_of(pid) for pid in left}
-            assert time.monotonic() < deadline, f"processes are left: {words}\n{self.console[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"processes are left: {words}\n{self.console[-3000:]}"
+            )
             time.sleep(LOOK_S)
         files = [str(path) for path in self.temporary.rglob("*") if not path.is_dir()]
         assert not files, f"temporary files are left: {files}"
@@ -188,7 +209,12 @@ class Job(Command):
 
 
 def run_arguments(
-    job_dir: Path, script: Path, script_args: Sequence[object], *, layout: tuple[int, int], flags: Sequence[object]
+    job_dir: Path,
+    script: Path,
+    script_args: Sequence[object],
+    *,
+    layout: tuple[int, int],
+    flags: Sequence[object],
 ) -> list[object]:
     """`stepfast run` of `layout` = (nodes, ranks on each)."""
     nodes, ranks = layout
@@ -205,9 +231,7 @@ def start_job(
     environment: dict[str, str] | None = None,
 ) -> Job:
     """Start `stepfast run`; use it as a context."""
-    arguments = run_arguments(
-        directory / "job", script, script_args, layout=layout, flags=flags
-    )
+    arguments = run_arguments(directory / "job", script, script_args, layout=layout, flags=flags)
     return Job(directory, arguments, environment=environment)
 
 
@@ -256,7 +280,9 @@ def check_records(job: Job) -> None:
     for recovery in summary["recoveries"]:
         seconds = recovery["seconds"]
         assert all(value >= 0 for value in seconds.values()), recovery
-        assert seconds["total"] + 0.1 >= max(v for k, v in seconds.items() if k not in ("total", "detect"))
+        assert seconds["total"] + 0.1 >= max(
+            v for k, v in seconds.items() if k not in ("total", "detect")
+        )
     if summary["status"] == "finished":
         assert summary["final_digest"]
         steps = [event.step for event in job.of_type(StepLogged)]
@@ -282,7 +308,9 @@ def assert_survivors_kept(summary: dict[str, Any]) -> None:
 
 def pids_of(summary: dict[str, Any], rank: int) -> list[int]:
     """The rank's process in each generation."""
-    return [pid for _, pid in sorted(summary["pids"][str(rank)].items(), key=lambda pair: int(pair[0]))]
+    return [
+        pid for _, pid in sorted(summary["pids"][str(rank)].items(), key=lambda pair: int(pair[0]))
+    ]
 
 
 def free_tcp_port() -> int:
@@ -299,7 +327,9 @@ def _all_pids() -> list[int]:
 
 def _environment_of(pid: int) -> dict[str, str]:
     try:
-        raw = Path(f"/proc/{pid}/environ").read_bytes()  # empty for what has ended and was not reaped
+        raw = Path(
+            f"/proc/{pid}/environ"
+        ).read_bytes()  # empty for what has ended and was not reaped
     except OSError:
         return {}
     pairs = (part.partition(b"=") for part in raw.split(b"\0"))
@@ -309,6 +339,13 @@ def _environment_of(pid: int) -> dict[str, str]:
 def _words_of(pid: int) -> str:
     try:
         line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        return f"{line.decode(errors='replace')} {Path(f'/proc/{pid}/comm').read_text().strip()}"
+    except OSError:
+        return ""
+    return f"{line.decode(errors='replace')} {_name_of(pid)}"
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""

@@ -29,10 +29,13 @@ from stepfast.events import FaultSeen, GenerationOpened, NodeJoined
 TWO_BY_TWO = (2, 2)
 LLAMA_ARGS = ("--steps", 36, "--eval-every", 12)
 TINY_ARGS = ("--steps", 60)
+DISTURBED_ARGS = ("--steps", 160)  # by hand, which takes longer
 RANKS = (0, 1, 3)
 POINTS = ("forward", "backward", "optimizer", "boundary")
 KINDS = ("exception", "kill", "exit", "segv", "hang", "stop", "gil")
-UNSEEN_SECONDS = 1.5  # generous: milliseconds are measured by bench, here only that nobody waited for a limit
+UNSEEN_SECONDS = (
+    1.5  # generous: milliseconds are measured by bench, here only that nobody waited for a limit
+)
 
 
 def fault(kind: str, rank: int, step: int, at: str = "forward", **more: object) -> list[str]:
@@ -73,9 +76,7 @@ def test_each_kind_on_ranks_0_1_and_3(kind: str, tmp_path: Path, reference_diges
             assert (job.directory / "logs" / f"rank-{rank}-gen-{generation}.log").exists()
 
 
-def test_two_faults_at_once_and_faults_during_recovery(
-    tmp_path: Path, reference_digest: Reference
-):
+def test_two_faults_at_once_and_faults_during_recovery(tmp_path: Path, reference_digest: Reference):
     """Two ranks at one step; then a second kill while the groups of the first recovery form."""
     flags = [
         *fault("kill", 0, 8),
@@ -94,7 +95,14 @@ def test_two_faults_at_once_and_faults_during_recovery(
     assert summary["final_digest"] == reference_digest(TINY, *TINY_ARGS, layout=(1, 4))
     assert_survivors_kept(summary)
     seen = causes_of(summary)
-    for kind, rank in [("kill", 0), ("kill", 3), ("kill", 2), ("kill", 1), ("stop", 3), ("stop", 0)]:
+    for kind, rank in [
+        ("kill", 0),
+        ("kill", 3),
+        ("kill", 2),
+        ("kill", 1),
+        ("stop", 3),
+        ("stop", 0),
+    ]:
         assert (kind, rank) in seen, seen
     assert len(summary["recoveries"]) <= 5, "a fault during a recovery joins its incident"
 
@@ -114,23 +122,22 @@ class Reaction:
 
 @pytest.mark.timeout(300)
 def test_a_fault_in_each_phase_of_a_recovery(tmp_path: Path, reference_digest: Reference):
-    """A second process dies while survivors leave, while the generation opens, and while state is restored."""
-    script, args = SCRIPTS / "fragile.py", ("--steps", 400, "--pace-ms", 5, "--marks", tmp_path)
+    """A second process dies while survivors leave, while groups form, while state is restored."""
+    script, args = SCRIPTS / "fragile.py", (*DISTURBED_ARGS, "--pace-ms", 5, "--marks", tmp_path)
     with running(tmp_path, script, *args, layout=TWO_BY_TWO) as job:
-        for step, kind in ((20, FaultSeen), (80, GenerationOpened)):
+        for step, kind in ((10, FaultSeen), (50, GenerationOpened)):
             job.until_step(step)
             reaction = Reaction(job, kind, victim=2)
             os.kill(job.pid_of(1), signal.SIGKILL)
             reaction.fire()
             opened = len(job.of_type(GenerationOpened))
-            job.until_step(step + 30)
+            job.until_step(step + 20)
             assert len(job.of_type(GenerationOpened)) >= opened
         (tmp_path / "restore-kills-rank-3").touch()
         os.kill(job.pid_of(0), signal.SIGKILL)
         summary = finish(job)
     assert (tmp_path / "restore-killed").exists()
-    clean = ("--steps", 400, "--pace-ms", 0, "--marks", "/")
-    assert summary["final_digest"] == reference_digest(script, *clean, layout=(1, 4))
+    assert summary["final_digest"] == reference_digest(TINY, *DISTURBED_ARGS, layout=(1, 4))
     assert_survivors_kept(summary)
     assert ("kill", 3) in causes_of(summary)
 
@@ -147,7 +154,7 @@ def test_a_failure_that_repeats_gets_a_fresh_process(tmp_path: Path):
 
 
 def test_no_survivor_waits_whatever_it_waits_for(tmp_path: Path):
-    """Nobody waits for a loader's stall, nor for the 30 minutes of a collective in the user's own group."""
+    """Neither for a loader's stall, nor for the 30 minutes of a collective in the user's group."""
     job = run_job(tmp_path, SCRIPTS / "waiting.py", tmp_path, layout=TWO_BY_TWO)
     summary = job.summary()
     assert causes_of(summary) == [("kill", 0), ("kill", 1)]
@@ -157,22 +164,21 @@ def test_no_survivor_waits_whatever_it_waits_for(tmp_path: Path):
         assert recovery["seconds"]["total"] < 10
 
 
-def test_killing_a_store_or_a_zygote_keeps_every_rank(
-    tmp_path: Path, reference_digest: Reference
-):
-    args = ("--steps", 500, "--pace-ms", 4)
-    with running(tmp_path, TINY, *args, layout=TWO_BY_TWO) as job:
+def test_killing_a_store_or_a_zygote_keeps_every_rank(tmp_path: Path, reference_digest: Reference):
+    with running(tmp_path, TINY, *DISTURBED_ARGS, "--pace-ms", 5, layout=TWO_BY_TWO) as job:
         job.until_step(20)
         store = job.of_type(GenerationOpened)[-1].store
-        for pid in job.named("sf-store") or _store_pids(job):
+        stores = job.stores()
+        assert stores
+        for pid in stores:
             os.kill(pid, signal.SIGKILL)
-        job.until_step(job.step() + 40)
-        os.kill(job.pid_of(2), signal.SIGUSR2 if False else signal.SIGKILL)  # needs a store again
+        job.until_step(job.step() + 20)
+        os.kill(job.pid_of(2), signal.SIGKILL)  # needs a store again
         job.until(lambda: len(job.of_type(GenerationOpened)) > 1, "a generation with another store")
-        job.until_step(job.step() + 40)
-        for pid in job.named("stepfast.train.zygote"):
+        job.until_step(job.step() + 20)
+        for pid in job.zygotes():
             os.kill(pid, signal.SIGKILL)
-        job.until_step(job.step() + 40)
+        job.until_step(job.step() + 20)
         os.kill(job.pid_of(1), signal.SIGKILL)  # needs a zygote again
         summary = finish(job)
     assert job.of_type(GenerationOpened)[-1].store != store
@@ -180,35 +186,32 @@ def test_killing_a_store_or_a_zygote_keeps_every_rank(
     assert ("kill", 2) in causes_of(summary)
     assert {rank for kind, rank in primary_faults(job)} <= {1, 2}
     assert_survivors_kept(summary)
-    clean = ("--steps", 500, "--pace-ms", 0)
-    assert summary["final_digest"] == reference_digest(TINY, *clean, layout=(1, 4))
+    assert summary["final_digest"] == reference_digest(TINY, *DISTURBED_ARGS, layout=(1, 4))
     assert len(set(pids_of(summary, 0))) == len(set(pids_of(summary, 3))) == 1
 
 
 def test_a_killed_agent_comes_back_as_the_same_node(tmp_path: Path, reference_digest: Reference):
-    args = ("--steps", 300, "--pace-ms", 4)
-    with running(tmp_path, TINY, *args, layout=TWO_BY_TWO) as job:
-        job.until_step(30)
+    with running(tmp_path, TINY, *DISTURBED_ARGS, "--pace-ms", 5, layout=TWO_BY_TWO) as job:
+        job.until_step(20)
         os.kill(job.agent_pid(1), signal.SIGKILL)
         summary = finish(job)
     assert [e.node for e in job.of_type(NodeJoined)].count(1) == 2
     assert ("node", None) in causes_of(summary)
     assert_survivors_kept(summary)
     assert len(set(pids_of(summary, 0))) == len(set(pids_of(summary, 1))) == 1
-    clean = ("--steps", 300, "--pace-ms", 0)
-    assert summary["final_digest"] == reference_digest(TINY, *clean, layout=(1, 4))
+    assert summary["final_digest"] == reference_digest(TINY, *DISTURBED_ARGS, layout=(1, 4))
 
 
 def test_eight_nodes_of_one_rank(tmp_path: Path, reference_digest: Reference):
-    flags = [*fault("kill", 0, 10), *fault("exception", 7, 20, "backward"), *fault("kill", 5, 30)]
-    job = run_job(tmp_path, TINY, *TINY_ARGS, layout=(8, 1), flags=flags)
+    args = ("--steps", 24)
+    flags = [*fault("kill", 0, 6), *fault("exception", 7, 12, "backward"), *fault("kill", 5, 18)]
+    job = run_job(tmp_path, TINY, *args, layout=(8, 1), flags=flags)
     expected = [("kill", 0), ("exception", 7), ("kill", 5)]
-    digest = reference_digest(TINY, *TINY_ARGS, layout=(1, 8))
-    assert_recovered_as(job, expected, digest)
+    assert_recovered_as(job, expected, reference_digest(TINY, *args, layout=(1, 8)))
 
 
 def random_schedule(seed: int) -> list[tuple[str, int, int, str]]:
-    """Two to four faults: (kind, rank, step, point); the ones that take seconds to detect are rarer."""
+    """Two to four faults: (kind, rank, step, point); those that are slow to detect are rarer."""
     chance = random.Random(seed)
     kinds = ("exception", "kill", "exit", "segv") * 3 + ("hang", "stop", "gil")
     points = (*POINTS, "recovery")
@@ -236,7 +239,3 @@ def test_random_schedules(seed: int, tmp_path: Path, reference_digest: Reference
 @pytest.mark.parametrize("seed", range(1000, 1030))
 def test_many_random_schedules(seed: int, tmp_path: Path, reference_digest: Reference):
     run_schedule(seed, tmp_path, reference_digest)
-
-
-def _store_pids(job: Job) -> list[int]:
-    return job.named("store")

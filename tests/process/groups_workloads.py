@@ -1,4 +1,6 @@
-"""What ranks do in the tests of `train.groups`; a module of its own, so that a fresh process can import it."""
+"""What ranks do in the tests of `train.groups`; a module of its own, so that a fresh process can
+import it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
 from stepfast.errors import Interrupted
-from stepfast.train import torch_private
+from stepfast.train import torch_groups, torch_private
 from stepfast.train.groups import Groups, Membership
 
 
@@ -31,7 +33,7 @@ def _left_over() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "python threads": threading.active_count(),
-        "groups": len(torch_private.groups()),
+        "groups": len(torch_groups.groups()),
         "group objects": _count_alive(),
         "excepthooks": _depth_of_excepthook(),
         "resident MiB / 8": int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 23,
@@ -57,11 +59,13 @@ class Collectives:
         self.rank = rank
         self.rounds = 0
 
-    def run(self, groups: Groups, membership: Membership, order: Any, leaving: Callable[[], bool]) -> Any:
+    def run(
+        self, groups: Groups, membership: Membership, order: Any, leaving: Callable[[], bool]
+    ) -> Any:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
         own = dist.new_group([0, 1, 2])
         _ALIVE[:] = [ref for ref in _ALIVE if ref() is not None]
-        _ALIVE.extend(weakref.ref(group) for group in torch_private.groups())
+        _ALIVE.extend(weakref.ref(group) for group in torch_groups.groups())
         turns, elements = order if isinstance(order, tuple) else (order, 1000)
         value = torch.ones(elements)
         turn = 0
@@ -106,7 +110,9 @@ class Blocked:
 
 
 class Training:
-    """A small FSDP2 model on a 2 x 2 mesh, kept over generations; snapshots are files of a directory."""
+    """A small FSDP2 model on a 2 x 2 mesh, kept over generations; snapshots are files of a
+    directory.
+    """
 
     def __init__(self, directory: str, rank: int) -> None:
         self.rank = rank
@@ -132,7 +138,7 @@ class Training:
             self._save(step + 1)
             self.newest_step = step + 1
         assert self.friend.is_well(), "a connection of the user's own was shut"
-        return how, self._digest(last_step), torch_private.group_count()
+        return how, self._digest(last_step), torch_groups.group_count()
 
     def quiet(self, groups: Groups) -> Any:
         assert self.friend.is_well(), "a connection of the user's own was shut"
@@ -161,7 +167,9 @@ class Training:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         dist.new_group([0, 1, 2])  # nobody keeps it: only the counting of names has to agree
         self.pair = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)])
+        model = nn.Sequential(
+            *[nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+        )
         for block in model:
             fully_shard(block, mesh=mesh)
         self.model = fully_shard(model, mesh=mesh)
@@ -223,7 +231,9 @@ class Training:
 
 
 class Friend:
-    """Connections of the user's own to a server of the user's own; a thread makes more all the time."""
+    """Connections of the user's own to a server of the user's own; a thread makes more all the
+    time.
+    """
 
     def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))

@@ -26,9 +26,20 @@ def test_fifty_generations_leave_nothing():
             print(rank, early, late)
             grown = {k: (early[k], late[k]) for k in early if late[k] > early[k]}
             assert not grown, (rank, grown)
-        forms = sorted(a[2]["form"] for answers in seen[5:] for a in answers.values() if "form" in a[2])
-        wakes = sorted(a[2]["left"] - a[2]["abort"] for answers in seen[5:] for a in answers.values())
-        print("form ms", forms[len(forms) // 2] * 1e3, forms[-1] * 1e3, "wake ms", wakes[len(wakes) // 2] * 1e3, wakes[-1] * 1e3)
+        forms = sorted(
+            a[2]["form"] for answers in seen[5:] for a in answers.values() if "form" in a[2]
+        )
+        wakes = sorted(
+            a[2]["left"] - a[2]["abort"] for answers in seen[5:] for a in answers.values()
+        )
+        print(
+            "form ms",
+            forms[len(forms) // 2] * 1e3,
+            forms[-1] * 1e3,
+            "wake ms",
+            wakes[len(wakes) // 2] * 1e3,
+            wakes[-1] * 1e3,
+        )
     finally:
         cluster.close()
 

@@ -1,4 +1,6 @@
-"""A peer that is stopped or killed at a bad moment: the others are out within the interrupt's limit."""
+"""A peer that is stopped or killed at a bad moment: the others are out within the interrupt's
+limit.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+
 from process.groups_cluster import Cluster
 from process.groups_workloads import Blocked, Collectives
 
@@ -24,11 +27,11 @@ def test_stopped_while_forming():
     try:
         cluster.open_generation(3)  # every process has its imports done
         cluster.answers()
-        for round_number in range(16):
+        for round_number in range(8):
             stopped = round_number % 4
             survivors = [rank for rank in range(4) if rank != stopped]
             cluster.open_generation(-1)
-            threading.Event().wait(0.0007 * round_number)
+            threading.Event().wait(0.0015 * round_number)
             cluster.signal(stopped, signal.SIGSTOP)
             threading.Event().wait(0.03)
             cluster.abort(survivors)
@@ -48,7 +51,7 @@ def test_stopped_or_killed_in_a_collective(number: signal.Signals, elements: int
     """Also with a message half transferred, which Gloo forgets to tell its waiter about."""
     cluster = Cluster(4, Collectives)
     try:
-        for round_number in range(4):
+        for round_number in range(2):
             victim = round_number % 4
             survivors = [rank for rank in range(4) if rank != victim]
             cluster.open_generation((-1, elements))
@@ -65,7 +68,9 @@ def test_stopped_or_killed_in_a_collective(number: signal.Signals, elements: int
 
 
 def test_blocked_in_different_groups_at_once():
-    """One rank in the row group, one in the column group, one in the user's own, through a work handle."""
+    """One rank in the row group, one in the column group, one in the user's own, through a work
+    handle.
+    """
     cluster = Cluster(4, Blocked)
     try:
         for _ in range(3):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,8 +28,9 @@ from stepfast.runtime.spawning import become_subreaper, die_with_parent
 _STOP_LIMIT_S = 8.0  # from the first signal; then everything is killed
 _HURRY_LIMIT_S = 1.0  # from the second one
 _AGENTS_LIMIT_S = 6.0  # agents may outlive the coordinator by so much
-_AGENT_RESTARTS_MAX = 5
+_RESTARTS_MAX = 5
 _READ_BYTES = 1 << 16
+_EXIT_AFTER_SIGNAL = 128
 
 
 @dataclass(slots=True)
@@ -94,24 +96,25 @@ class _Cluster:
         self._signal: int = signal.SIGTERM
         self._kill_at: float | None = None
         self._agents: dict[int, _Child] = {}
+        self._listener = listen(config.listen)
+        self._coordinator = self._start_coordinator()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def run(self) -> int:
-        listener = listen(self._config.listen)
-        host, port = listener.getsockname()[:2]
-        coordinator = self._start_coordinator(listener.fileno())
-        listener.close()
+        host, port = self._listener.getsockname()[:2]
         for node in range(self._config.nodes):
             self._agents[node] = self._start_agent(node, f"{host}:{port}")
-        while coordinator.process.poll() is None:
+        while self._coordinator.process.poll() is None or self._try_restart_coordinator():
             self._pump(0.1)
             self._restart_dead_agents(f"{host}:{port}")
-            self._kill_when_due(coordinator)
-        self._end_agents()
+            self._pass_stops_on()
+        code = self._coordinator.process.returncode
+        self._end_agents(were_told=code >= 0)
         self._console.finish()
-        code = coordinator.process.returncode
-        return code if code >= 0 else EXIT_TRY_AGAIN
+        if code >= 0:
+            return code
+        return _EXIT_AFTER_SIGNAL + self._signal if self._stops else EXIT_TRY_AGAIN
 
     def stop(self, number: int) -> None:
         """A signal: in order; a second one: now."""
@@ -123,10 +126,22 @@ class _Cluster:
 
     # --- children --------------------------------------------------------------------------------
 
-    def _start_coordinator(self, listen_fd: int) -> _Child:
+    def _start_coordinator(self) -> _Child:
+        listen_fd = self._listener.fileno()
         arguments = ["coordinator", "--listen-fd", str(listen_fd), "--marked"]
         arguments += ["--script-name", self._script, *_flags_of(self._config)]
         return self._start("coordinator", arguments, pass_fds=(listen_fd,))
+
+    def _try_restart_coordinator(self) -> bool:
+        """One that was killed comes back on the same port; agents and ranks wait, and train, meanwhile."""
+        old = self._coordinator
+        killed = old.process.returncode < 0
+        if not killed or self._stops or old.restarts >= _RESTARTS_MAX:
+            return False
+        self._console.line("[stepfast] the coordinator was killed; starting it again")
+        self._coordinator = self._start_coordinator()
+        self._coordinator.restarts = old.restarts + 1
+        return True
 
     def _start_agent(self, node: int, address: str) -> _Child:
         arguments = ["agent", "--coordinator", address, "--node", str(node), "--", self._script]
@@ -151,7 +166,7 @@ class _Cluster:
     def _restart_dead_agents(self, address: str) -> None:
         for node, child in list(self._agents.items()):
             code = child.process.poll()
-            if code is None or self._stops or child.restarts >= _AGENT_RESTARTS_MAX:
+            if code is None or self._stops or child.restarts >= _RESTARTS_MAX:
                 continue
             if code >= 0:
                 continue  # it left by itself: its job is over, or it said why it cannot serve
@@ -162,20 +177,19 @@ class _Cluster:
             fresh.restarts = child.restarts + 1
             self._agents[node] = fresh
 
-    def _kill_when_due(self, coordinator: _Child) -> None:
-        if self._stops and coordinator.process.poll() is None:
-            pending = self._stops
-            while pending and self._told < pending:
-                coordinator.process.send_signal(self._signal)
-                self._told += 1
+    def _pass_stops_on(self) -> None:
+        coordinator = self._coordinator.process
+        while self._told < self._stops and coordinator.poll() is None:
+            coordinator.send_signal(self._signal)
+            self._told += 1
         if self._kill_at is not None and time.monotonic() > self._kill_at:
-            for child in (coordinator, *self._agents.values()):
+            for child in (self._coordinator, *self._agents.values()):
                 if child.process.poll() is None:
                     child.process.kill()
 
-    def _end_agents(self) -> None:
-        """They have been told by the coordinator; who does not go is made to."""
-        deadline = time.monotonic() + _AGENTS_LIMIT_S
+    def _end_agents(self, *, were_told: bool) -> None:
+        """They have been told by the coordinator, or are now; who does not go is made to."""
+        deadline = time.monotonic() + (_AGENTS_LIMIT_S if were_told else 0.0)
         if self._kill_at is not None:
             deadline = min(deadline, self._kill_at)
         terminated = False
@@ -231,6 +245,15 @@ def _flags_of(config: JobConfig) -> list[str]:
     return flags
 
 
+def _remove_slots(config: JobConfig, job_dir: Path) -> None:
+    """An orderly end leaves no shared memory, also where an agent had to be killed."""
+    id_file = job_dir / "job-id"
+    if id_file.exists():
+        job_id = id_file.read_text().strip()
+        slots = Path(config.memory_dir) / f"stepfast-{os.getuid()}-{job_id}"
+        shutil.rmtree(slots, ignore_errors=True)
+
+
 def _check_memory_dir(path: Path) -> None:
     if not path.is_dir() or not os.access(path, os.W_OK):
         raise ConfigError(f"--memory-dir {path} is not a writable directory")
@@ -246,4 +269,6 @@ def run_cluster(config: JobConfig, script: str, script_args: tuple[str, ...]) ->
     cluster = _Cluster(replace(config, job_dir=str(job_dir)), script, script_args)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda given, frame: cluster.stop(given))
-    return cluster.run()
+    code = cluster.run()
+    _remove_slots(config, job_dir)
+    return code

@@ -28,6 +28,7 @@ class FaultKind(StrEnum):
     GIL = "gil"  # alive, but its interpreter answers nobody
     HANG = "hang"  # answers, and makes no progress outside any collective
     NODE = "node"  # the node's agent is silent
+    COORDINATOR = "coordinator"  # it was away while the ranks' generation ended
     UNREACHABLE = "unreachable"  # did not leave an interrupted generation by the deadline
     COLLECTIVE = "collective"  # an error of c10d: mostly a victim of another fault
 
@@ -73,6 +74,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 # while another cause exists. A lost node explains the ends of its own ranks.
 _CAUSE_ORDER = (
     FaultKind.NODE,
+    FaultKind.COORDINATOR,
     FaultKind.KILL,
     FaultKind.SEGV,
     FaultKind.SIGNAL,

@@ -25,7 +25,7 @@ class Incident:
     faults: tuple[Fault, ...] = ()
     decided_faults: int = 0  # how many of them the last decision covers
     first_round: int = 0  # how many of them the first decision covered
-    replaced: frozenset[Rank] = frozenset()
+    condemned: Mapping[Rank, int] = field(default_factory=dict)  # up to this incarnation: replaced
     quiet_at: float | None = None  # the last survivor left
     ready_at: float | None = None  # the last replacement stood at the barrier
     opened_generation: Generation | None = None
@@ -36,6 +36,20 @@ class Incident:
     def joined_by(self, fault: Fault) -> Incident:
         """One more fault; whatever had been resumed counts no more."""
         return replace(self, faults=(*self.faults, fault), quiet_at=None, resumed={}, stepped={})
+
+    @property
+    def replaced(self) -> frozenset[Rank]:
+        """The ranks that got, or get, fresh processes."""
+        return frozenset(self.condemned)
+
+    def condemning(self, processes: Mapping[Rank, int]) -> Incident:
+        """These incarnations, and all before, are to be followed by fresh processes."""
+        worse = {r: max(i, self.condemned.get(r, i)) for r, i in processes.items()}
+        return replace(self, condemned={**self.condemned, **worse}, ready_at=None)
+
+    def is_condemned(self, report: RankReport) -> bool:
+        """Whether the report still shows a process that is to be replaced."""
+        return report.incarnation <= self.condemned.get(report.rank, -1)
 
     @property
     def reached(self) -> Step:
@@ -78,7 +92,9 @@ def recovered_event(
     chief = incident.chief
     resumed = incident.resumed.values()
     resumed_step = max((r.step for r in resumed), default=Step(0))
-    survivors = {r: pid for r, pid in incident.pids_before.items() if r not in incident.replaced}
+    survivors = {
+        r: pid for r, pid in incident.pids_before.items() if pid and r not in incident.replaced
+    }
     quiet_at = incident.quiet_at if incident.quiet_at is not None else now
     ready_at = incident.ready_at if incident.ready_at is not None else incident.opened_at
     return Recovered(

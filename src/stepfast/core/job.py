@@ -83,9 +83,13 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
     if isinstance(message, Hello):
         _hello(turn, message)
         return
-    if node not in turn.state.membership.nodes:
+    view = turn.state.membership.nodes.get(node)
+    if view is None:
         return
-    turn.update(membership=turn.state.membership.seen(node, turn.now))
+    if view.connected:
+        turn.update(membership=turn.state.membership.seen(node, turn.now))
+    else:
+        _admit(turn, node, host=view.host, pid=view.pid)  # it was silent, and is not any more
     match message:
         case NodeReport():
             _node_report(turn, message)
@@ -110,19 +114,32 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
 def _hello(turn: Turn, hello: Hello) -> None:
     """Admit a node: the expected numbers only, one agent each. The shell refuses other protocols and doubles."""
     assert hello.protocol == PROTOCOL_VERSION, "the transport admits one protocol"
-    state = turn.state
-    membership = state.membership.joined(hello.node, host=hello.host, pid=hello.pid, now=turn.now)
+    before = turn.state.membership.nodes.get(hello.node)
+    _admit(turn, hello.node, host=hello.host, pid=hello.pid)
+    in_generation = turn.state.phase in (Phase.STARTING, Phase.RUNNING)
+    if before is not None and before.pid != hello.pid and in_generation:
+        job_faults.node_fault(turn, hello.node, f"a fresh agent (pid {hello.pid}) took its place")
+
+
+def _admit(turn: Turn, node: NodeId, *, host: str, pid: int) -> None:
+    """Take the node in and tell it where the job stands: whatever it was told before may be lost."""
+    local = ranks_of(node, turn.state.settings.nproc_per_node)
+    membership = turn.state.membership.joined(
+        node, host=host, pid=pid, now=turn.now, ranks=local
+    )
     turn.update(membership=membership)
-    turn.record(NodeJoined(node=hello.node, host=hello.host, pid=hello.pid))
+    turn.record(NodeJoined(node=node, host=host, pid=pid))
+    state = turn.state
     if state.end is not None:
-        turn.send(hello.node, turn.finish_message())
+        turn.send(node, turn.finish_message())
         return
     known = state.membership.ranks
-    local = ranks_of(hello.node, state.settings.nproc_per_node)
     ranks = {r: known[r].incarnation if r in known else 0 for r in local}
-    turn.send(hello.node, Welcome(settings=state.settings, ranks=ranks))
+    turn.send(node, Welcome(settings=state.settings, ranks=ranks))
     if state.phase is Phase.RECOVERING:
-        turn.send(hello.node, job_faults.interrupt_message(turn, hello.node))
+        turn.send(node, job_faults.interrupt_message(turn, node))
+    elif state.phase in (Phase.STARTING, Phase.RUNNING) and state.start is not None:
+        turn.send(node, state.start)
 
 
 def _node_report(turn: Turn, report: NodeReport) -> None:
@@ -132,6 +149,9 @@ def _node_report(turn: Turn, report: NodeReport) -> None:
         for rank_report in report.ranks:
             incident = incident.told_by(rank_report)
         turn.update(incident=incident)
+    for rank_report in report.ranks:
+        if turn.state.phase in (Phase.STARTING, Phase.RUNNING):
+            job_faults.absent_from_generation(turn, report.node, rank_report)
 
 
 def _node_lost(turn: Turn, node: NodeId, reason: str) -> None:
@@ -140,8 +160,8 @@ def _node_lost(turn: Turn, node: NodeId, reason: str) -> None:
     if view is None or not view.connected:
         return
     turn.update(membership=state.membership.lost(node, turn.now))
-    if view.gone:
-        return
+    if view.gone and state.end is not None:
+        return  # it left in order
     turn.record(NodeLeft(node=node, reason=reason))
     if state.phase is Phase.RECOVERING:
         job_faults.node_fault(turn, node, reason)
@@ -156,10 +176,10 @@ def _rank_progress(
         return
     if isinstance(message, RankReturned):
         turn.update(returned={**state.returned, message.rank: message})
+    elif isinstance(message, RankResumed):
+        turn.update(resumed={**state.resumed, message.rank: message.step})
     incident = state.incident
     if incident is None:
-        if isinstance(message, RankResumed):
-            turn.update(steps={**state.steps, message.rank: message.step})
         return
     rank = message.rank
     match message:
@@ -217,6 +237,8 @@ def _advance(turn: Turn) -> None:
         case Phase.RECOVERING:
             if job_faults.settled(turn):
                 _open_generation(turn)
+            else:
+                _end_if_nodes_stay_out(turn)
         case Phase.ENDING:
             _advance_ending(turn)
         case Phase.ENDED:
@@ -229,13 +251,36 @@ def _advance_forming(turn: Turn) -> None:
     state = turn.state
     if all_ranks_ready(state):
         _open_generation(turn)
-    elif turn.now - state.opened_at > state.join_limit_s:
-        missing = [n for n in range(state.nodes) if n not in state.membership.nodes]
-        turn.end(
-            "failed",
-            EXIT_TRY_AGAIN,
-            f"nodes {missing} did not join within {state.join_limit_s:g} s",
-        )
+    else:
+        _end_if_nodes_stay_out(turn)
+
+
+def _end_if_nodes_stay_out(turn: Turn) -> None:
+    state = turn.state
+    missing = [n for n in range(state.nodes) if n not in state.membership.nodes]
+    if missing and turn.now - state.opened_at > state.join_limit_s:
+        reason = f"nodes {missing} did not join within {state.join_limit_s:g} s"
+        turn.end("failed", EXIT_TRY_AGAIN, reason)
+
+
+def _has_run_before(state: JobState) -> bool:
+    """Whether this coordinator came back to a job whose ranks have been in a generation."""
+    ranks = state.membership.ranks
+    return len(ranks) == state.settings.world_size and any(not is_fresh(r) for r in ranks.values())
+
+
+def _adopt(turn: Turn) -> None:
+    """Ranks that all train in the last generation go on untouched; otherwise they get a new one."""
+    state = turn.state
+    ranks = state.membership.ranks
+    generation = max(state.generation, *(r.generation for r in ranks.values()))
+    turn.update(generation=generation)
+    if all(r.state is RankState.ACTIVE and r.generation == generation for r in ranks.values()):
+        turn.record(Note(topic="coordinator back", text=f"generation {generation} goes on"))
+        steps = {rank: r.step for rank, r in ranks.items()}
+        turn.update(phase=Phase.RUNNING, steps=steps)
+    else:
+        job_faults.coordinator_fault(turn)
 
 
 def all_ranks_ready(state: JobState) -> bool:
@@ -268,15 +313,16 @@ def _open_generation(turn: Turn) -> None:
     view = state.membership.nodes[store]
     assert view.store_port is not None, "store_host names nodes with a store"
     turn.persist(_opened_event(state, generation, plan, f"{view.host}:{view.store_port}", keep))
-    factor = 2.0**state.hang_count if plan is not None and plan.step == state.hang_step else 1.0
     start = StartGeneration(
         generation=generation,
         step=plan.step if plan else None,
         sources=dict(plan.sources) if plan else {},
         store_host=view.host,
         store_port=view.store_port,
+        incarnations={r: report.incarnation for r, report in sorted(ranks.items())},
         keep=keep,
-        limit_factor=factor,
+        limit_step=state.hang_step,
+        limit_factor=2.0**state.hang_count,
     )
     for node in state.membership.connected_nodes:
         turn.send(node, start)
@@ -290,6 +336,8 @@ def _open_generation(turn: Turn) -> None:
         lineage=state.lineage.opened(generation, resumed_from),
         membership=state.membership.store_taken(store),
         incident=incident,
+        start=start,
+        resumed={},
         steps={},
         returned={},
         probe=None,
@@ -345,11 +393,8 @@ def _opened_event(
 def _advance_starting(turn: Turn) -> None:
     """Running once no rank is left that has not resumed."""
     state = turn.state
-    resumed = state.incident.resumed if state.incident is not None else state.steps
-    if len({*resumed, *state.returned}) == state.settings.world_size:
-        at = min(state.steps.values(), default=Step(0))
-        if state.incident is not None:
-            at = min((r.step for r in state.incident.resumed.values()), default=at)
+    if len({*state.resumed, *state.returned}) == state.settings.world_size:
+        at = min(state.resumed.values(), default=Step(0))
         turn.record(GenerationRunning(generation=state.generation, step=at))
         turn.update(phase=Phase.RUNNING)
 
@@ -383,6 +428,10 @@ def _advance_ending(turn: Turn) -> None:
     state = turn.state
     assert state.end is not None, "ending without an end"
     views = state.membership.nodes.values()
-    if all(v.gone or not v.connected for v in views) or turn.now > state.end.deadline:
+    silence_s = state.timeouts.node_silence_s
+    is_out = all(  # a node that lost its connection just now comes back, and must be told
+        v.gone or (v.lost_at is not None and turn.now - v.lost_at > silence_s) for v in views
+    )
+    if is_out or turn.now > state.end.deadline:
         turn.update(phase=Phase.ENDED)
         turn.emit(EndProcess(state.end.exit_code, state.end.reason))

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
-
 from stepfast.core.faults import Fault, FaultKind, is_collateral
 from stepfast.core.incident import Incident
 from stepfast.core.job_state import JobState, Phase
 from stepfast.core.job_turn import Turn
-from stepfast.core.membership import is_fresh, is_ready_to_start, to_replace
-from stepfast.core.messages import Interrupt, RankReport, RankState
+from stepfast.core.membership import is_fresh, is_ready_to_start
+from stepfast.core.messages import Interrupt, RankReport, RankState, Replacement
 from stepfast.core.placement import node_of, ranks_of
 from stepfast.core.policy import Action, Decision, decide
 from stepfast.core.terms import NO_GENERATION, NodeId, Step
@@ -51,6 +49,11 @@ def fault_reported(turn: Turn, fault: Fault) -> None:
             )
         )
         return
+    if _is_known(state, fault):
+        # Told again after a lost connection, or because it lasts: once is enough, the order is repeated.
+        if state.phase is Phase.RECOVERING:
+            turn.send(fault.node, interrupt_message(turn, fault.node))
+        return
     if _is_old(state, fault):
         turn.record(
             Dropped(what=f"fault {fault.kind}", generation=fault.generation, node=fault.node)
@@ -60,9 +63,7 @@ def fault_reported(turn: Turn, fault: Fault) -> None:
     if state.phase is Phase.FORMING and _ends_before_start(fault):
         _decide_and_act(turn, _with_fault(state, fault, turn.now))
         return
-    turn.update(incident=_with_fault(state, fault, turn.now), phase=Phase.RECOVERING, probe=None)
-    for node in turn.state.membership.connected_nodes:
-        turn.send(node, interrupt_message(turn, node))
+    _interrupt_all(turn, _with_fault(state, fault, turn.now))
     _end_of_a_beginner(turn, fault)
     for node, view in sorted(state.membership.nodes.items()):
         if not view.connected and not _has_node_fault(turn.state, node):
@@ -87,6 +88,17 @@ def _ends_before_start(fault: Fault) -> bool:
     return fault.kind is FaultKind.EXCEPTION and not is_collateral(fault)
 
 
+def _is_known(state: JobState, fault: Fault) -> bool:
+    """Whether the incident has this very fault already."""
+    incident = state.incident
+    if incident is None:
+        return False
+    told = (fault.kind, fault.rank, fault.node, fault.generation, fault.incarnation)
+    return any(
+        told == (f.kind, f.rank, f.node, f.generation, f.incarnation) for f in incident.faults
+    )
+
+
 def _is_old(state: JobState, fault: Fault) -> bool:
     """The end of a process is judged by its incarnation, everything else by its generation."""
     if fault.rank is not None and fault.kind in _OUT_OF_REACH:
@@ -102,7 +114,7 @@ def _with_fault(state: JobState, fault: Fault, now: float) -> Incident:
         incident = Incident(
             opened_at=now,
             reached_by_rank={
-                r: report.step
+                r: max(report.step, state.steps.get(r, Step(0)))
                 for r, report in ranks.items()
                 if report.generation == state.generation
             },
@@ -112,12 +124,39 @@ def _with_fault(state: JobState, fault: Fault, now: float) -> Incident:
     if fault.rank is None:
         return incident
     reached = max(incident.reached_by_rank.get(fault.rank, Step(0)), fault.step)
-    replaced = incident.replaced | ({fault.rank} if fault.kind in _OUT_OF_REACH else frozenset())
+    if fault.kind in _OUT_OF_REACH:
+        incident = incident.condemning({fault.rank: fault.incarnation})
     return replace(
-        incident,
-        reached_by_rank={**incident.reached_by_rank, fault.rank: reached},
-        replaced=replaced,
+        incident, reached_by_rank={**incident.reached_by_rank, fault.rank: reached}
     )
+
+
+def absent_from_generation(turn: Turn, node: NodeId, report: RankReport) -> None:
+    """A process of the present generation that is no more, whose end nobody reported: a fault by its level."""
+    state = turn.state
+    opened = state.start.incarnations.get(report.rank) if state.start is not None else None
+    if opened is None or report.incarnation < opened:
+        return
+    gone = report.state in (RankState.ABSENT, RankState.GONE)
+    if report.incarnation == opened and not gone:
+        return
+    fault = Fault(
+        kind=FaultKind.EXIT,
+        generation=state.generation,
+        rank=report.rank,
+        node=node,
+        step=max(report.step, state.steps.get(report.rank, Step(0))),
+        reason=f"rank {report.rank} is no more in generation {state.generation}",
+        incarnation=opened,
+    )
+    turn.record(_seen_event(fault))
+    _interrupt_all(turn, _with_fault(state, fault, turn.now))
+
+
+def _interrupt_all(turn: Turn, incident: Incident) -> None:
+    turn.update(incident=incident, phase=Phase.RECOVERING, probe=None)
+    for node in turn.state.membership.connected_nodes:
+        turn.send(node, interrupt_message(turn, node))
 
 
 def node_fault(turn: Turn, node: NodeId, reason: str) -> None:
@@ -133,14 +172,27 @@ def node_fault(turn: Turn, node: NodeId, reason: str) -> None:
     )
     turn.record(_seen_event(fault))
     incident = _with_fault(state, fault, turn.now)
-    lost = frozenset(ranks_of(node, state.settings.nproc_per_node))
-    turn.update(
-        incident=replace(incident, replaced=incident.replaced | lost),
-        phase=Phase.RECOVERING,
-        probe=None,
+    known = state.membership.ranks
+    lost = ranks_of(node, state.settings.nproc_per_node)
+    condemned = {r: known[r].incarnation if r in known else 0 for r in lost}
+    _interrupt_all(turn, incident.condemning(condemned))
+
+
+def coordinator_fault(turn: Turn) -> None:
+    """The generation ended, wholly or in part, while nobody was there to see it: everybody out."""
+    state = turn.state
+    fault = Fault(
+        kind=FaultKind.COORDINATOR,
+        generation=state.generation,
+        rank=None,
+        node=NodeId(0),
+        step=state.steps_max,
+        reason="the coordinator was away while the generation ended",
     )
-    for other in turn.state.membership.connected_nodes:
-        turn.send(other, interrupt_message(turn, other))
+    turn.record(_seen_event(fault))
+    turn.update(incident=_with_fault(state, fault, turn.now), phase=Phase.RECOVERING)
+    for node in turn.state.membership.connected_nodes:
+        turn.send(node, interrupt_message(turn, node))
 
 
 def nodes_overdue(turn: Turn) -> None:
@@ -175,23 +227,13 @@ def interrupt_message(turn: Turn, node: NodeId) -> Interrupt:
     incident = state.incident
     assert incident is not None, "interrupted without an incident"
     local = set(ranks_of(node, state.settings.nproc_per_node))
-    reports = [state.membership.ranks[r] for r in sorted(local & set(state.membership.ranks))]
-    doomed = [r for r in reports if r.rank in incident.replaced and _is_same_process(incident, r)]
     return Interrupt(
         generation=state.generation,
         reason=incident.faults[-1].reason,
-        replace=to_replace(doomed),
+        replace=tuple(
+            Replacement(r, i) for r, i in sorted(incident.condemned.items()) if r in local
+        ),
     )
-
-
-def _is_same_process(incident: Incident, report: RankReport) -> bool:
-    """Whether the report still shows a process that a fault of this incident condemned."""
-    ended = [
-        f.incarnation for f in incident.faults if f.rank == report.rank and f.kind in _OUT_OF_REACH
-    ]
-    if ended:
-        return report.incarnation <= max(ended)
-    return report.pid == incident.pids_before.get(report.rank)
 
 
 def settled(turn: Turn) -> bool:
@@ -203,18 +245,29 @@ def settled(turn: Turn) -> bool:
     collecting = (
         incident.only_collateral and turn.now - incident.opened_at < state.timeouts.collect_window_s
     )
-    if collecting or not _all_at_barrier(state):
+    is_decided_early = state.settings.recovery != "on"  # nobody need be got back for an end
+    if collecting or not (is_decided_early or _all_at_barrier(state)):
         return False
     assert turn.state.incident is not None, "still the same incident"
     return _decide_and_act(turn, turn.state.incident)
 
 
 def _all_at_barrier(state: JobState) -> bool:
+    """Whether every rank waits, and none of them is a process whose end was ordered or reported."""
+    incident = state.incident
+    assert incident is not None, "recovering without an incident"
     ranks = state.membership.ranks
-    nodes_up = all(v.connected for v in state.membership.nodes.values())
+    nodes_up = all(
+        v.connected and v.heard >= state.generation for v in state.membership.nodes.values()
+    )
     enough = len(ranks) == state.settings.world_size and len(state.membership.nodes) == state.nodes
     return (
-        nodes_up and enough and all(is_ready_to_start(r, state.generation) for r in ranks.values())
+        nodes_up
+        and enough
+        and all(
+            is_ready_to_start(r, state.generation) and not incident.is_condemned(r)
+            for r in ranks.values()
+        )
     )
 
 
@@ -228,7 +281,8 @@ def _note_times(turn: Turn) -> None:
     if incident.quiet_at is None and all(is_ready_to_start(r, state.generation) for r in survivors):
         incident = replace(incident, quiet_at=turn.now)
     fresh = [r for r in ranks if r.rank in incident.replaced]
-    if fresh and incident.ready_at is None and all(r.state is RankState.READY for r in fresh):
+    is_ready = all(r.state is RankState.READY and not incident.is_condemned(r) for r in fresh)
+    if fresh and incident.ready_at is None and is_ready:
         incident = replace(incident, ready_at=turn.now)
     turn.update(incident=incident)
 
@@ -268,32 +322,15 @@ def _climb(turn: Turn, chief: Fault, decision: Decision) -> bool:
     state = turn.state
     incident = state.incident
     assert incident is not None, "still the same incident"
-    if (
-        decision.action is not Action.REPLACE_PROCESS
-        or chief.rank is None
-        or chief.rank in incident.replaced
-    ):
+    if decision.action is not Action.REPLACE_PROCESS or chief.rank is None:
         return True
     report = state.membership.ranks[chief.rank]
-    if is_fresh(report):
+    if is_fresh(report) or incident.is_condemned(report):
         return True
-    turn.update(incident=replace(incident, replaced=incident.replaced | {chief.rank}))
+    turn.update(incident=incident.condemning({chief.rank: report.incarnation}))
     node = node_of(chief.rank, state.settings.nproc_per_node)
-    turn.send(
-        node,
-        Interrupt(
-            generation=state.generation, reason=decision.reason, replace=to_replace([report])
-        ),
-    )
-    _mark_absent(turn, report)
+    turn.send(node, interrupt_message(turn, node))
     return False
-
-
-def _mark_absent(turn: Turn, report: RankReport) -> None:
-    """Until the node reports the fresh process, the old one's "quiet" must not open the barrier."""
-    gone = msgspec.structs.replace(report, state=RankState.ABSENT)
-    membership = turn.state.membership
-    turn.update(membership=replace(membership, ranks={**membership.ranks, report.rank: gone}))
 
 
 def _count_hang(turn: Turn, chief: Fault) -> None:

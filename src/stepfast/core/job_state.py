@@ -9,7 +9,7 @@ from enum import StrEnum
 from stepfast.core.faults import Evidence, Fault
 from stepfast.core.incident import Incident
 from stepfast.core.membership import Membership
-from stepfast.core.messages import FromAgent, JobSettings, RankReturned
+from stepfast.core.messages import FromAgent, JobSettings, RankReturned, StartGeneration
 from stepfast.core.policy import Budget, Repeat
 from stepfast.core.recovery import Lineage
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, Step
@@ -65,6 +65,8 @@ class JobState:
     incident: Incident | None = None
     repeat: Repeat = Repeat()
     steps: Mapping[Rank, Step] = field(default_factory=dict)
+    start: StartGeneration | None = None  # what the nodes were told of the present generation
+    resumed: Mapping[Rank, Step] = field(default_factory=dict)  # in the present generation
     steps_max: Step = Step(0)  # the newest step that all ranks ever completed
     logged_max: Step = Step(-1)
     hang_step: Step | None = None

@@ -5,10 +5,12 @@ Owns: the views and the questions asked of them. Does not own decisions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from stepfast.core.messages import NodeReport, RankReport, RankState, Replacement
+import msgspec
+
+from stepfast.core.messages import NodeReport, RankReport, RankState
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank
 
 
@@ -22,6 +24,7 @@ class NodeView:
     seen_at: float
     lost_at: float | None = None
     store_port: int | None = None
+    heard: Generation = NO_GENERATION  # what it was told before, its report takes into account
     gone: bool = False  # said goodbye
 
     @property
@@ -37,10 +40,19 @@ class Membership:
     nodes: Mapping[NodeId, NodeView] = field(default_factory=dict)
     ranks: Mapping[Rank, RankReport] = field(default_factory=dict)
 
-    def joined(self, node: NodeId, *, host: str, pid: int, now: float) -> Membership:
-        """A node's agent is connected (again)."""
+    def joined(
+        self, node: NodeId, *, host: str, pid: int, now: float, ranks: Collection[Rank]
+    ) -> Membership:
+        """A node's agent is connected (again). Until it reports, none of its ranks counts as there."""
         view = NodeView(host=host, pid=pid, connected=True, seen_at=now)
-        return replace(self, nodes={**self.nodes, node: view})
+        unknown = {
+            r: msgspec.structs.replace(report, state=RankState.ABSENT)
+            for r, report in self.ranks.items()
+            if r in ranks
+        }
+        return replace(
+            self, nodes={**self.nodes, node: view}, ranks={**self.ranks, **unknown}
+        )
 
     def seen(self, node: NodeId, now: float) -> Membership:
         """A sign of life."""
@@ -56,7 +68,7 @@ class Membership:
 
     def reported(self, report: NodeReport) -> Membership:
         """Take over one node's levels."""
-        told = self._with(report.node, store_port=report.store_port)
+        told = self._with(report.node, store_port=report.store_port, heard=report.heard)
         return replace(told, ranks={**self.ranks, **{r.rank: r for r in report.ranks}})
 
     def store_taken(self, node: NodeId) -> Membership:
@@ -84,14 +96,9 @@ def is_ready_to_start(report: RankReport, left: Generation) -> bool:
     """Whether a rank waits for the generation after `left`: fresh, or out of it."""
     if report.state is RankState.READY:
         return True
-    return report.state is RankState.QUIET and report.generation == left
+    return report.state is RankState.QUIET and report.generation <= left
 
 
 def is_fresh(report: RankReport) -> bool:
     """Whether the process has not been in any generation."""
     return report.generation == NO_GENERATION
-
-
-def to_replace(ranks: Iterable[RankReport]) -> tuple[Replacement, ...]:
-    """The incarnations of these ranks, as an order to replace them."""
-    return tuple(Replacement(r.rank, r.incarnation) for r in sorted(ranks, key=lambda r: r.rank))

@@ -94,6 +94,7 @@ class NodeReport(_Message, frozen=True, kw_only=True):
 
     node: NodeId
     ranks: tuple[RankReport, ...]
+    heard: Generation  # the newest one the node was told to enter or to leave
     store_port: int | None  # an unused store, ready for the next generation
 
 
@@ -221,8 +222,10 @@ class StartGeneration(_Message, frozen=True, kw_only=True):
     sources: dict[Rank, SnapshotId]
     store_host: str
     store_port: int
+    incarnations: dict[Rank, int]  # the processes that are meant; no other one may join
     keep: bool  # survivors keep what `run.once` built
-    limit_factor: float  # hang limits are multiplied by this at `step`
+    limit_step: Step | None  # at this step hang limits are multiplied by `limit_factor`
+    limit_factor: float
 
 
 class ProbeRanks(_Message, frozen=True, kw_only=True):

@@ -52,6 +52,7 @@ from stepfast.core.node_state import (
     FromJob,
     FromLocalRank,
     LocalRank,
+    Milestone,
     NodeInput,
     NodeNoted,
     NodeState,
@@ -64,7 +65,7 @@ from stepfast.core.node_state import (
 )
 from stepfast.core.node_turn import NodeTurn
 from stepfast.core.outputs import EndProcess, ForkRank, KillRank, OpenStore, Output
-from stepfast.core.terms import NO_GENERATION, Generation, Rank, Step
+from stepfast.core.terms import NO_GENERATION, Rank, Step
 from stepfast.core.timeouts import SETUP, LearnedLimits, solve_timeouts
 from stepfast.errors import EXIT_TRY_AGAIN
 
@@ -81,6 +82,7 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
             turn.tell(
                 Hello(protocol=PROTOCOL_VERSION, node=state.node, host=state.host, pid=state.pid)
             )
+            _tell_again(turn)
         case CoordinatorLost():
             turn.update(connected=False, lost_at=now if state.lost_at is None else state.lost_at)
         case FromJob(message, stopped):
@@ -89,6 +91,10 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
             _from_rank(turn, given)
         case RankForked(rank, incarnation, pid):
             turn.set_rank(rank, pid=pid, state=RankState.STARTING, forking=False, phase_since=now)
+            if turn.state.finish is not None:
+                turn.emit(KillRank(rank, incarnation, "the job is over"))
+            elif turn.state.ranks[rank].doomed:
+                turn.emit(KillRank(rank, incarnation, "replaced while it was being forked"))
         case ForkFailed(rank, incarnation, reason):
             _fork_failed(turn, rank, incarnation, reason)
         case RankEnded():
@@ -120,6 +126,8 @@ def with_places(state: NodeState, slot_root: str, log_root: str) -> NodeState:
 
 
 def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]) -> None:
+    if turn.state.finish is not None and not isinstance(message, FinishJob):
+        return  # this node ends; what else the job wants of it is void
     match message:
         case Welcome():
             _welcome(turn, message)
@@ -143,7 +151,8 @@ def _welcome(turn: NodeTurn, welcome: Welcome) -> None:
         heartbeat_interval_s=settings.heartbeat_interval_s,
     )
     limits = turn.state.limits or LearnedLimits(timeouts)
-    turn.update(settings=settings, timeouts=timeouts, limits=limits)
+    turn.update(settings=settings, timeouts=timeouts, limits=limits, told=None)
+    _tell_again(turn)
     for rank, incarnation in sorted(welcome.ranks.items()):
         if rank not in turn.state.ranks:
             absent = LocalRank(rank=rank, incarnation=incarnation)
@@ -151,6 +160,15 @@ def _welcome(turn: NodeTurn, welcome: Welcome) -> None:
             _fork(turn, rank)
     if turn.state.store_port is None:
         _want_store(turn)
+
+
+def _tell_again(turn: NodeTurn) -> None:
+    """What stands and might not have been heard, before the report of the levels that follow from it."""
+    for _, local in sorted(turn.state.ranks.items()):
+        for milestone in local.milestones:
+            turn.tell(milestone)
+        for fault in local.faults:
+            turn.tell(FaultReported(fault=fault))
 
 
 def _fork(turn: NodeTurn, rank: Rank) -> None:
@@ -164,6 +182,7 @@ def _fork(turn: NodeTurn, rank: Rank) -> None:
 
 
 def _interrupt(turn: NodeTurn, order: Interrupt) -> None:
+    turn.update(heard=max(turn.state.heard, order.generation))
     replaced = {r.rank: r.incarnation for r in order.replace}
     for rank, local in sorted(turn.state.ranks.items()):
         if rank in replaced and local.incarnation <= replaced[rank]:
@@ -180,7 +199,10 @@ def _interrupt(turn: NodeTurn, order: Interrupt) -> None:
 
 
 def _replace_process(turn: NodeTurn, local: LocalRank, reason: str) -> None:
-    if local.forking or local.doomed:
+    if local.doomed:
+        return
+    if local.forking:
+        turn.set_rank(local.rank, doomed=True)  # ended as soon as it stands
         return
     if local.pid == 0 or local.state is RankState.ABSENT:
         _fork(turn, local.rank)
@@ -192,11 +214,12 @@ def _replace_process(turn: NodeTurn, local: LocalRank, reason: str) -> None:
 def _start(turn: NodeTurn, order: StartGeneration) -> None:
     settings = turn.state.settings
     assert settings is not None, "started before the welcome"
-    if order.step is not None:
-        turn.update(limit_step=order.step, limit_factor=order.limit_factor)
+    turn.update(heard=max(turn.state.heard, order.generation))
+    if order.limit_step is not None:
+        turn.update(limit_step=order.limit_step, limit_factor=order.limit_factor)
     for index, (rank, local) in enumerate(sorted(turn.state.ranks.items())):
-        if local.state not in (RankState.READY, RankState.QUIET):
-            continue  # its end has been reported, and will interrupt this generation
+        if not _is_meant(local, order):
+            continue  # told twice; or its end has been reported, and will interrupt this generation
         turn.set_rank(
             rank,
             state=RankState.ACTIVE,
@@ -207,11 +230,24 @@ def _start(turn: NodeTurn, order: StartGeneration) -> None:
             phase_since=turn.now,
             suspect_at=0.0,
             leave_deadline=None,
+            longest_part_s=0.0,
+            milestones=(),
+            faults=(),
         )
         turn.tell_rank(rank, _rank_start(turn.state, order, rank, index))
     if order.store_host == turn.state.host and order.store_port == turn.state.store_port:
         turn.update(store_port=None)
         _want_store(turn)
+
+
+def _is_meant(local: LocalRank, order: StartGeneration) -> bool:
+    """Whether the order is for this very process, which waits for it."""
+    return (
+        local.state in (RankState.READY, RankState.QUIET)
+        and local.incarnation == order.incarnations.get(local.rank)
+        and local.generation < order.generation
+        and not local.doomed
+    )
 
 
 def _rank_start(state: NodeState, order: StartGeneration, rank: Rank, index: int) -> RankStart:
@@ -251,6 +287,8 @@ def _finish(turn: NodeTurn, order: FinishJob) -> None:
         after_s = turn.timeouts.stop_grace_s if turn.state.timeouts else 0.0
     turn.update(finish=order, finish_deadline=turn.now + after_s)
     for rank, local in sorted(turn.state.ranks.items()):
+        if local.forking:
+            turn.set_rank(rank, forking=False)  # not waited for: a zygote may need long to get ready
         if local.pid and local.state not in (RankState.ABSENT, RankState.GONE):
             turn.tell_rank(rank, RankFinish(finished=order.finished))
 
@@ -284,16 +322,21 @@ def _from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
                 build_has_collectives=message.build_has_collectives,
             )
         case RankResumed() | FirstStepDone():
-            turn.tell(message)
+            _milestone(turn, given.rank, message)
         case RankReturned():
             turn.set_rank(given.rank, state=RankState.RETURNED, step=message.step)
-            turn.tell(message)
+            _milestone(turn, given.rank, message)
         case RankLogged(logged=logged):
             turn.update(logged=(*turn.state.logged, logged)[-LOGGED_STEPS_MAX:])
         case RankNoted(topic=topic, text=text):
             turn.note(topic, text, given.rank)
         case ProbeAnswer():
             node_watch.answered(turn, given.rank, message)
+
+
+def _milestone(turn: NodeTurn, rank: Rank, message: Milestone) -> None:
+    turn.set_rank(rank, milestones=(*turn.state.ranks[rank].milestones, message))
+    turn.tell(message)
 
 
 def _raised(turn: NodeTurn, local: LocalRank, message: RankRaised) -> None:
@@ -315,6 +358,10 @@ def _raised(turn: NodeTurn, local: LocalRank, message: RankRaised) -> None:
 
 def _tell_fault(turn: NodeTurn, fault: Fault) -> None:
     _beat(turn)  # what was logged before the fault is delivered before it
+    local = turn.state.ranks.get(fault.rank) if fault.rank is not None else None
+    if local is not None:
+        others = tuple(f for f in local.faults if f.kind is not fault.kind)
+        turn.set_rank(local.rank, faults=(*others, fault))
     turn.tell(FaultReported(fault=fault))
 
 
@@ -393,6 +440,7 @@ def _tick(turn: NodeTurn) -> None:
         node_watch.suspect(turn)
         node_watch.probe_overdue(turn)
         _leave_overdue(turn)
+        _start_overdue(turn)
     elif state.finish_deadline is not None and turn.now > state.finish_deadline:
         _kill_all(turn)
 
@@ -401,7 +449,8 @@ def _beat(turn: NodeTurn) -> None:
     state = turn.state
     if not state.connected:
         return
-    steps = {r: local.step for r, local in state.ranks.items() if local.generation}
+    in_generation = (RankState.ACTIVE, RankState.RETURNED)
+    steps = {r: local.step for r, local in state.ranks.items() if local.state in in_generation}
     turn.tell(Heartbeat(node=state.node, steps=steps, logged=state.logged))
     turn.update(beat_at=turn.now, logged=())
 
@@ -410,19 +459,32 @@ def _leave_overdue(turn: NodeTurn) -> None:
     for rank, local in sorted(turn.state.ranks.items()):
         if local.leave_deadline is None or turn.now < local.leave_deadline or local.doomed:
             continue
-        turn.set_rank(rank, leave_deadline=turn.now + turn.timeouts.interrupt_deadline_s)
-        _tell_fault(turn, _unreachable(turn, local, local.generation))
+        limit_s = turn.timeouts.interrupt_deadline_s
+        turn.set_rank(rank, leave_deadline=turn.now + limit_s)
+        reason = f"rank {rank} did not leave generation {local.generation} within {limit_s:g} s"
+        _tell_fault(turn, _unreachable(turn, local, reason, limit_s))
 
 
-def _unreachable(turn: NodeTurn, local: LocalRank, generation: Generation) -> Fault:
-    limit_s = turn.timeouts.interrupt_deadline_s
+def _start_overdue(turn: NodeTurn) -> None:
+    """A fresh process that never reaches the resilient function: code outside any loop has the ceiling."""
+    limit_s = turn.timeouts.hang_ceiling_s
+    for rank, local in sorted(turn.state.ranks.items()):
+        is_late = turn.now - local.phase_since > limit_s
+        if local.state is not RankState.STARTING or local.doomed or not is_late:
+            continue
+        turn.set_rank(rank, phase_since=turn.now)
+        reason = f"rank {rank} did not reach the resilient function within {limit_s:g} s"
+        _tell_fault(turn, _unreachable(turn, local, reason, limit_s))
+
+
+def _unreachable(turn: NodeTurn, local: LocalRank, reason: str, limit_s: float) -> Fault:
     return Fault(
         kind=FaultKind.UNREACHABLE,
-        generation=generation,
+        generation=local.generation,
         rank=local.rank,
         node=turn.state.node,
         step=local.step,
-        reason=f"rank {local.rank} did not leave generation {generation} within {limit_s:g} s",
+        reason=reason,
         incarnation=local.incarnation,
         detect_s=limit_s,
     )

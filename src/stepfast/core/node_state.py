@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from stepfast.core.faults import Fault
 from stepfast.core.messages import (
     NOTHING_BUILT,
     FinishJob,
+    FirstStepDone,
     FromCoordinator,
     FromRank,
     JobSettings,
@@ -15,11 +17,14 @@ from stepfast.core.messages import (
     NodeReport,
     ProbeAnswer,
     RankReport,
+    RankResumed,
+    RankReturned,
     RankState,
 )
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import SETUP, LearnedLimits, Timeouts
 
+Milestone = RankResumed | FirstStepDone | RankReturned
 LOGGED_STEPS_MAX = 10_000  # kept while the coordinator is away; older ones are dropped and counted
 
 
@@ -41,6 +46,9 @@ class LocalRank:
     doomed: bool = False  # being killed on order: its end is no fault
     forking: bool = False
     snapshots: tuple[SnapshotId, ...] = ()
+    milestones: tuple[Milestone, ...] = ()  # of the present generation: told again when asked
+    faults: tuple[Fault, ...] = ()  # since the last start, one of a kind: told again when asked
+    longest_part_s: float = 0.0  # of a phase that sections cut into parts
     keep_obstacle: str | None = NOTHING_BUILT
     build_has_collectives: bool = False
 
@@ -97,6 +105,7 @@ class NodeState:
     probe: LocalProbe | None = None
     limit_step: Step = Step(-1)  # at this step hang limits are multiplied by `limit_factor`
     limit_factor: float = 1.0
+    heard: Generation = NO_GENERATION  # the newest one to enter or to leave
     told: NodeReport | None = None
     finish: FinishJob | None = None
     finish_deadline: float | None = None

@@ -67,6 +67,7 @@ class NodeTurn:
         report = NodeReport(
             node=self.state.node,
             ranks=tuple(local.report() for _, local in sorted(self.state.ranks.items())),
+            heard=self.state.heard,
             store_port=self.state.store_port,
         )
         if self.state.told is not None and _without_steps(report) == _without_steps(

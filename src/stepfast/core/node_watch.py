@@ -30,18 +30,19 @@ def phase_began(turn: NodeTurn, rank: Rank, message: PhaseBegan) -> None:
     local = turn.state.ranks[rank]
     if local.state is not RankState.ACTIVE or message.generation != local.generation:
         return
-    limits = turn.limits
-    if message.turn_s is not None:
-        limits = limits.learn(local.turn_phase, message.turn_s)
-    elif local.phase == local.turn_phase and local.phase != TURN:
-        limits = limits.learn(local.phase, turn.now - local.phase_since)
-    turn.update(limits=limits)
     is_section = message.phase.startswith("section:")
+    part_s = turn.now - local.phase_since if local.phase == local.turn_phase else 0.0
+    part_s = max(local.longest_part_s, part_s)
+    if message.turn_s is not None:
+        turn.update(limits=turn.limits.learn(local.turn_phase, message.turn_s))
+    elif local.turn_phase != TURN and not is_section:
+        turn.update(limits=turn.limits.learn(local.turn_phase, part_s))
     turn.set_rank(
         rank,
         step=message.step,
         phase=message.phase,
         turn_phase=local.turn_phase if is_section else message.phase,
+        longest_part_s=part_s if is_section else 0.0,
         phase_since=turn.now,
         suspect_at=0.0,
     )

@@ -85,7 +85,7 @@ def decide(
     """The decision about one incident's chief cause. `repeat` and `budget` already count this fault."""
     if _is_user_exception(fault):
         assert fault.error is not None
-        what = f"{fault.error.type} at {fault.error.frame}"
+        what = _in_words(fault.error)
         if not job_has_stepped:
             return Decision(Action.END_USER_ERROR, f"{what}, before the job's first step")
         if repeat.count >= USER_BUG_TRIES:
@@ -109,6 +109,12 @@ def decide(
             Action.REPLACE_PROCESS, f"{fault.kind} again at step {fault.step}: a fresh process"
         )
     return Decision(Action.RESTART_IN_PROCESS, f"{fault.kind}: the process lives")
+
+
+def _in_words(error: ExceptionReport) -> str:
+    message = error.message.strip().splitlines()
+    where = f" ({error.frame})" if error.frame else ""
+    return f"{error.type}: {message[0] if message else ''}{where}"
 
 
 def _is_refusal(error: ExceptionReport) -> bool:

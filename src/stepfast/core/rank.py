@@ -199,6 +199,8 @@ def _arrived(state: ProcessState) -> tuple[ProcessState, tuple[Output, ...]]:
 def _quiet(
     state: ProcessState, given: MainQuiet, now: float
 ) -> tuple[ProcessState, tuple[Output, ...]]:
+    if state.place is not Place.LEAVING:
+        return state, ()  # told already: an order to leave and the function's own end crossed
     told = RankQuiet(
         generation=state.generation,
         keep_obstacle=given.keep_obstacle,

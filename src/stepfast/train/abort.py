@@ -1,12 +1,13 @@
 """Cutting the connections of one generation, so that whoever waits in it wakes.
 
-Owns: which addresses a generation talks to, learned as they pass through its store; the cut.
-Does not own: the calls on sockets (`train.sockets`), the groups themselves (`train.groups`).
+Owns: which addresses a generation talks to, as its store shows them; the cut through them.
+Does not own: the store (`train.watched_store`), the calls on sockets (`train.sockets`).
 
-Gloo publishes each listener of a group in the group's store before it connects, and reads its peers' from there. So
-the generation's store is wrapped: what is set is an own listener, what is got is a peer's, for every group, the user's
-own included, from the first byte of its forming on. It needs no look at the kernel's tables at a lucky moment, no
-second round trip, and no store that still lives when the cut comes.
+Gloo publishes each listener of a group in the group's store before it connects, and reads its
+peers' from there. So the generation's store is wrapped: what is set is an own listener, what is got
+is a peer's, for every group, the user's own included, from the first byte of its forming on. It
+needs no look at the kernel's tables at a lucky moment, no second round trip, and no store that
+still lives when the cut comes.
 """
 
 from __future__ import annotations
@@ -16,11 +17,7 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 
-from torch.distributed.distributed_c10d import Store
-
-from stepfast.errors import Interrupted
 from stepfast.train import gloo_waiters
 from stepfast.train.sockets import (
     Endpoint,
@@ -33,6 +30,10 @@ from stepfast.train.sockets import (
 
 FORGOTTEN_S = 0.02
 """How long a wait without any connection has to stand still. Gloo's loop looks every 10 ms."""
+SETTLE_LIMIT_S = 1.0
+CUTTING_INTERVAL_S = 0.005
+CUTTING_LIMIT_S = 60.0
+"""After that whoever waits for the main thread has long replaced the process."""
 PAIRS_CALLED_MAX = 256
 """Each call may cost a descriptor until the group is destroyed."""
 NO_ENDPOINTS: frozenset[Endpoint] = frozenset()
@@ -51,7 +52,7 @@ class AbortReport:
 
 
 class Connections:
-    """The addresses of one generation, and the cut through all of them. Every method from any thread."""
+    """The addresses of one generation, and the cut. Every method from any thread."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -62,6 +63,8 @@ class Connections:
         self._peers = NO_ENDPOINTS
         self._store = NO_ENDPOINTS
         self._is_cut = False
+        self.dissolved = threading.Event()
+        """Set when nothing of the generation is left to cut."""
         self.changed = threading.Event()
         """Set by a cut; whoever forms the generation waits on it and sets it when done."""
 
@@ -92,23 +95,20 @@ class Connections:
     def cut(self) -> AbortReport:
         """Shuts all connections: the groups' first and all together, then the store's.
 
-        In that order a thread that the second wave wakes finds no group that still works. Call it again
-        every few milliseconds until the thread that was blocked is out: a connection made while the
-        first call looked is met by the next, and a wait that Gloo forgot is ended by a later one.
+        In that order a thread that the second wave wakes finds no group that still works.
         """
         started_s = time.monotonic()
         with self._cutting:
-            # The first time incoming only: Gloo reads to the end and tells its operations, whereas a
-            # write that fails loses the operation it was for. It then closes, which wakes the peer.
+            # The first time incoming only: Gloo reads to the end and tells its operations, whereas
+            # a write that fails loses the operation it was for. It then closes, which wakes the
+            # peer.
             how = socket.SHUT_RDWR if self._is_cut else socket.SHUT_RD
             self._is_cut = True
             with self._guard:
                 own, peers, store = self._own, self._peers, self._store
             listeners = frozenset(address.listener for address in own)
             groups = shut_connections(listeners=listeners, remotes=peers, how=how)
-            clients = shut_connections(
-                listeners=NO_ENDPOINTS, remotes=store, how=socket.SHUT_RDWR
-            )
+            clients = shut_connections(listeners=NO_ENDPOINTS, remotes=store, how=socket.SHUT_RDWR)
             for address in own - self._called:
                 _wake_waiting_pairs(address)
             self._called = own
@@ -122,10 +122,34 @@ class Connections:
             elapsed_s=time.monotonic() - started_s,
         )
 
+    def keep_cutting(self) -> None:
+        """Cuts every few milliseconds until the generation is dissolved, or for a limited time.
+
+        Each cut meets what was connected since the last, and ends the waits that Gloo forgot.
+        """
+        deadline_s = time.monotonic() + CUTTING_LIMIT_S
+        while not self.dissolved.wait(CUTTING_INTERVAL_S) and time.monotonic() < deadline_s:
+            self.cut()
+
+    def settle(self) -> bool:
+        """Cuts until no thread waits in a group any more; False if one still does after the limit.
+
+        Before the groups are destroyed: Gloo joins its threads there, with the GIL held.
+        """
+        deadline_s = time.monotonic() + SETTLE_LIMIT_S
+        while True:
+            self.cut()
+            if not gloo_waiters.waiters() or gloo_waiters.loop_count() > len(self._own):
+                return True
+            if time.monotonic() > deadline_s:
+                return False
+            self.dissolved.wait(CUTTING_INTERVAL_S)
+
     def _release_forgotten(self, is_anything_alive: bool, group_count: int) -> int:
         """Ends waits that have not moved for a while although no connection is left."""
         now_s = time.monotonic()
-        # A group of the user's own, made with a store of his own, is none of ours: its waits look alike.
+        # A group of the user's own, made with a store of his own, is none of ours: its waits look
+        # alike.
         if is_anything_alive or gloo_waiters.loop_count() > group_count:
             self._waiting_since_s = {}
             return 0
@@ -145,97 +169,13 @@ class Connections:
         return count_connections(listeners=listeners, remotes=remotes)
 
 
-class WatchedStore(Store):
-    """A generation's store as its groups see it: learns addresses, refuses everything after the cut.
-
-    torch calls it from C++ through a trampoline that does not own the Python object: whoever makes one keeps it for
-    as long as a group of the generation lives.
-    """
-
-    def __init__(self, inner: Store, connections: Connections) -> None:
-        super().__init__()
-        self._inner = inner
-        self._connections = connections
-        self._clones: list[WatchedStore] = []
-        self.group_keys: set[str] = set()
-        """Keys under which this process published a listener, so one for each Gloo group it ever joined."""
-
-    def _open(self) -> Store:
-        if self._connections.is_cut:
-            raise Interrupted("this generation's store is closed")
-        return self._inner
-
-    def set(self, key: str, value: str) -> None:
-        store = self._open()
-        if self._connections.learn_own(_bytes(value)):
-            self.group_keys.add(key)
-        store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        value = self._open().get(key)
-        self._connections.learn_peer(value)
-        return value
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        values = self._open().multi_get(keys)
-        for value in values:
-            self._connections.learn_peer(value)
-        return values
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        store = self._open()
-        if timeout is None:
-            store.wait(keys)
-        else:
-            store.wait(keys, timeout)
-
-    def add(self, key: str, value: int) -> int:
-        return self._open().add(key, value)
-
-    def append(self, key: str, value: str) -> None:
-        self._open().append(key, value)  # type: ignore[attr-defined]  # torch's stub lacks it
-
-    def check(self, keys: list[str]) -> bool:
-        return self._open().check(keys)
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
-        return self._open().compare_set(key, expected_value, desired_value)
-
-    def delete_key(self, key: str) -> bool:
-        return self._open().delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._open().num_keys()
-
-    def has_extended_api(self) -> bool:
-        return False  # Gloo then asks for one key at a time, through `get`
-
-    def clone(self) -> Store:
-        clone = WatchedStore(self._open().clone(), self._connections)  # type: ignore[attr-defined]
-        self._clones.append(clone)
-        return clone
-
-    # The trampoline looks these two up under their C++ names.
-    deleteKey = delete_key
-    getNumKeys = num_keys
-
-
 def _wake_waiting_pairs(own: GlooAddress) -> None:
     """Wakes whoever waits for a peer to connect: there is no connection yet that could be shut.
 
-    A pair waits without a limit of ours for the connection that names it, when the peer was stopped on
-    its way, or when its connection was shut before it had said the name. So we call in its place and
-    hang up: the pair sees the end of a connection. For a pair that is connected Gloo keeps the call
-    until the group is destroyed.
+    A pair waits without a limit of ours for the connection that names it, when the peer was stopped
+    on its way, or when its connection was shut before it had said the name. So we call in its place
+    and hang up: the pair sees the end of a connection. For a pair that is connected Gloo keeps the
+    call until the group is destroyed.
     """
     for pair_id in own.pair_ids[:PAIRS_CALLED_MAX]:
         connect_and_hang_up(own.listener, struct.pack("=q", pair_id))
-
-
-def _bytes(value: str | bytes) -> bytes:
-    """What torch hands to a Python store is bytes, whatever the stub says."""
-    return value.encode() if isinstance(value, str) else value

@@ -19,6 +19,8 @@ from stepfast.train.whereabouts import Whereabout
 
 def is_loader(value: object) -> bool:
     """Whether `track` hands it back as an iterator: it can be iterated and has state."""
+    if isinstance(value, torch.nn.Module):
+        return False  # a Sequential can be iterated too
     has_state = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
     return has_state and hasattr(value, "__iter__") and not hasattr(value, "__next__")
 

@@ -22,7 +22,8 @@ POLL_S = 0.01
 """How long `leaving` may go unasked; a cut and the end of the work wake the main thread at once."""
 LEAVE_LIMIT_S = 0.3
 """How long the main thread waits for a helper whose connections it cut. Too small abandons threads
-that would have ended, too big delays a recovery behind one that never will; a cut wakes in 20 ms."""
+that would have ended, too big delays a recovery behind one that never will; a cut wakes in 20 ms.
+"""
 _RETURN_LIMIT_S = 0.05
 
 
@@ -34,6 +35,8 @@ class Helper:
         self._work = work
         self._connections = connections
         self._done = threading.Event()
+        self._returning = threading.Lock()
+        self._has_returned = False
         self._thread = threading.Thread(target=self._run, name="stepfast-forming", daemon=True)
 
     @property
@@ -44,8 +47,8 @@ class Helper:
     def run(self, leaving: Callable[[], bool], limit_s: float) -> None:
         """Does the work; the calling thread stays interruptible.
 
-        Raises Interrupted if `leaving` says so or the connections were cut, OperatingError if the work
-        failed or took longer than `limit_s`. The work may then still go on: see `leave`.
+        Raises Interrupted if `leaving` says so or the connections were cut, OperatingError if the
+        work failed or took longer than `limit_s`. The work may then still go on: see `leave`.
         """
         self._connections.changed.clear()
         self._thread.start()
@@ -75,19 +78,27 @@ class Helper:
 
     def _abandon(self) -> bool:
         # Once back in Python it would register its group with torch, in the midst of a later
-        # generation. An exception set from outside is seen before the next call; this thread runs no
-        # code of the user's and no callback that could swallow it.
+        # generation. An exception set from outside is seen before the next call; this thread runs
+        # no code of the user's and no callback that could swallow it.
+        with self._returning:
+            if not self._has_returned:
+                self._raise_in_thread()
+        return self._done.wait(_RETURN_LIMIT_S)
+
+    def _raise_in_thread(self) -> None:
         thread_id = ctypes.c_ulong(self._thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, ctypes.py_object(Interrupted))
-        return self._done.wait(_RETURN_LIMIT_S)
 
     def _run(self) -> None:
         try:
-            self._work()
-        except BaseException as error:  # whatever it is belongs to the thread that waits
+            try:
+                self._work()
+            finally:
+                with self._returning:  # from here on no exception comes from outside
+                    self._has_returned = True
+        except BaseException as error:  # noqa: BLE001 - it belongs to the thread that waits
             # Without its frames, which would keep half-made groups alive.
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self.error = error
-        finally:
-            self._done.set()
-            self._connections.changed.set()
+        self._done.set()
+        self._connections.changed.set()

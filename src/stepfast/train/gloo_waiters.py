@@ -1,16 +1,18 @@
-"""The last resort for a thread that Gloo forgets: it waits for an operation whose connection is gone.
+"""The last resort for a thread that Gloo forgets: it waits for an operation whose connection is
+gone.
 
-When a connection closes, Gloo tells the operations that wait for their turn, but not the one that is
-half transferred (gloo/transport/tcp/pair.cc, Pair::signalException: of `tx_` only bound buffers are
-told, `rx_` not at all). Its thread then waits for the group's own limit, 30 minutes, with no socket
-left that could be shut. A killed peer is enough for that; so is our own cut.
+When a connection closes, Gloo tells the operations that wait for their turn, but not the one that
+is half transferred (gloo/transport/tcp/pair.cc, Pair::signalException: of `tx_` only bound buffers
+are told, `rx_` not at all). Its thread then waits for the group's own limit, 30 minutes, with no
+socket left that could be shut. A killed peer is enough for that; so is our own cut.
 
 Owns: finding such threads and ending their wait with Gloo's own `abortWaitSend` / `abortWaitRecv`.
 Does not own: when (`train.abort`, once all connections are shut and the wait has not moved since).
 
 The kernel says on which word a thread sleeps; the word lies at a known place in an UnboundBuffer.
-Invariant: nothing is called before the object has proven its type by the methods in its vtable, so that
-another torch or libc, laid out differently, makes this do nothing, and the deadline replaces the process.
+Invariant: nothing is called before the object has proven its type by the methods in its vtable, so
+that another torch or libc, laid out differently, makes this do nothing, and the deadline replaces
+the process.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ _CLASS = "_ZN4gloo9transport3tcp13UnboundBuffer"
 _VTABLE_WORDS = 12
 _METHODS = ("D1Ev", "D0Ev", "13abortWaitRecvEv", "13abortWaitSendEv")
 
-# The object: vtable, pointer, size, shared_ptr to the context (40 bytes), then a mutex (40 bytes) and
-# two condition variables (48 bytes each). The words that a waiter sleeps on are 40 and 44 bytes into a
-# condition variable (glibc since 2.25).
+# The object: vtable, pointer, size, shared_ptr to the context (40 bytes), then a mutex (40 bytes)
+# and two condition variables (48 bytes each). The words that a waiter sleeps on are 40 and 44 bytes
+# into a condition variable (glibc since 2.25).
 _CONDITION_OFFSETS = {"13abortWaitRecvEv": 80, "13abortWaitSendEv": 128}
 _FUTEX_OFFSETS = (40, 44)
 
@@ -58,7 +60,8 @@ def waiters() -> frozenset[Waiter]:
 def release(waiter: Waiter) -> None:
     """Ends the wait; only for one that was seen twice, with no connection alive in between.
 
-    The operation then counts as done, with whatever is in its buffer; the next one in its group fails.
+    The operation then counts as done, with whatever is in its buffer; the next one in its group
+    fails.
     """
     gloo = _gloo()
     assert gloo is not None

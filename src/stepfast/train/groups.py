@@ -11,6 +11,7 @@ generation is ever seen by another. `form`, `replay` and `dissolve` belong to th
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,23 +23,25 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 
 from stepfast.core.terms import Generation, Rank
 from stepfast.errors import OperatingError
-from stepfast.train import torch_private
-from stepfast.train.abort import AbortReport, Connections, WatchedStore
+from stepfast.train import torch_groups
+from stepfast.train.abort import AbortReport, Connections
 from stepfast.train.forming import Helper
 from stepfast.train.replay import Record
 from stepfast.train.sockets import resolved
+from stepfast.train.watched_store import WatchedStore
 
 ABANDONED_COUNT_MAX = 3
-"""Each abandoned thread holds a stack, some sockets and a half-made group; too many of them mean that
-something is wrong with this process's network, which a fresh process may not share."""
+"""Each abandoned thread holds a stack, some sockets and a half-made group; too many of them mean
+that something is wrong with this process's network, which a fresh process may not share.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
     """Where this process stands in a generation, and where the generation meets.
 
-    forming_timeout_s: limit for all ranks to arrive and connect. Too small gives up on slow starters,
-    too big keeps a rank waiting for one that never comes; the job's timeouts derive it.
+    forming_timeout_s: limit for all ranks to arrive and connect. Too small gives up on slow
+    starters, too big keeps a rank waiting for one that never comes; the job's timeouts derive it.
     """
 
     generation: Generation
@@ -76,8 +79,8 @@ class Groups:
     def form(self, membership: Membership, leaving: Callable[[], bool]) -> None:
         """Makes the world group of a generation; returns when it stands.
 
-        Raises Interrupted if left (`leaving`, an abort, a signal's handler), OperatingError if a peer
-        or the store failed, or too many helpers are stuck. Nothing is left of it then.
+        Raises Interrupted if left (`leaving`, an abort, a signal's handler), OperatingError if a
+        peer or the store failed, or too many helpers are stuck. Nothing is left of it then.
         """
         assert self._membership is None, "dissolve the old generation first"
         self._sweep_abandoned()
@@ -88,7 +91,7 @@ class Groups:
         self._run(helper, leaving, membership.forming_timeout_s)
         self._store = made[0] if made else None
         # Whatever a helper of an older generation may have done since, it is not our world.
-        if torch_private.world() is None or dist.get_rank() != membership.rank:
+        if torch_groups.world() is None or dist.get_rank() != membership.rank:
             self.abort()
             self.dissolve()
             raise OperatingError("another generation's group took the place of this one's")
@@ -96,29 +99,40 @@ class Groups:
     def abort(self) -> AbortReport:
         """Wakes whoever is blocked in any group of this generation, here and at the other ends.
 
-        From the monitor thread, at any instant, any number of times; until the main thread is out,
-        call it again every few milliseconds: a connection may have been in the making. The generation
-        is over then; what the main thread still calls in it raises.
+        From the monitor thread, at any instant, any number of times; takes some milliseconds. The
+        generation is over then; what the main thread still calls in it raises. A thread of its own
+        goes on cutting until `dissolve`, for what is being connected just now.
         """
         connections = self._connections
-        devices = 0 if connections.is_cut else torch_private.abort_device_groups()
-        return replace(connections.cut(), device_groups_aborted=devices)
+        if connections.is_cut:
+            return connections.cut()
+        devices = torch_groups.abort_device_groups()
+        report = replace(connections.cut(), device_groups_aborted=devices)
+        cutter = threading.Thread(
+            target=connections.keep_cutting, name="stepfast-abort", daemon=True
+        )
+        cutter.start()
+        return report
 
     def dissolve(self) -> None:
-        """Takes the generation apart, after an abort or at the end; does nothing if there is none."""
+        """Takes the generation apart, after an abort or at the end; does nothing if there is none.
+
+        Raises OperatingError if a thread cannot be woken: this process then has to be replaced.
+        """
         for record in self._records:
             record.detach()
         self._records = []
-        if self._connections.is_cut:
-            self._connections.cut()  # what was connected since
-        torch_private.destroy_world()
+        if self._connections.is_cut and not self._connections.settle():
+            raise OperatingError("a collective cannot be woken: this process has to be replaced")
+        self._connections.dissolved.set()
+        torch_groups.destroy_world()
         self._store = None
         self._membership = None
         self._sweep_abandoned()
 
     @contextmanager
     def recording(self) -> Iterator[Record]:
-        """Records the groups that are made inside the `with` block; ready when the block has ended."""
+        """Records the groups that are made inside the `with` block; ready at its end."""
         assert self._membership is not None, "form a generation first"
         record = Record(self._store)
         yield record
@@ -128,7 +142,8 @@ class Groups:
     def replay(self, record: Record, leaving: Callable[[], bool] = lambda: False) -> None:
         """Makes the recorded groups in this generation, whose layout is the recorded one's.
 
-        Kept meshes then resolve to the new groups; kept models need `reset_after_interrupt` as well.
+        Kept meshes then resolve to the new groups; kept models need `reset_after_interrupt` as
+        well.
         Raises as `form` does; the caller then dissolves.
         """
         membership = self._membership
@@ -145,8 +160,8 @@ class Groups:
         membership = self._membership
         if membership is None:
             return Progress()
-        standing = torch_private.groups()
-        numbers = [(group.size(), torch_private.sequence_number(group)) for group in standing]
+        standing = torch_groups.groups()
+        numbers = [(group.size(), torch_groups.sequence_number(group)) for group in standing]
         return Progress(
             operations=sum(number for _, number in numbers),
             world_operations=sum(n for size, n in numbers if size == membership.world_size),
@@ -183,8 +198,8 @@ def _join(
     host, port = membership.store_host, membership.store_port
     limit = timedelta(seconds=membership.forming_timeout_s)
     client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-    # Not before: TCPStore answers a connection that is shut while it connects by trying again, after a
-    # pause. Left alone it is through in a millisecond, or waits for a server that is gone.
+    # Not before: TCPStore answers a connection that is shut while it connects by trying again,
+    # after a pause. Left alone it is through in a millisecond, or waits for a server that is gone.
     connections.learn_store(resolved(host, port))
     store: Store = PrefixStore(f"generation-{membership.generation}", client)
     if "nccl" not in backend:

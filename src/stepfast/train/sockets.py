@@ -1,13 +1,14 @@
 """Finding and shutting the sockets of a generation, and no others.
 
-Owns: which descriptors of this process are connections of given listeners and addresses; the kernel calls on them.
+Owns: which descriptors of this process are connections of given listeners and addresses; the kernel
+calls on them.
 Does not own: which addresses those are (`train.abort` learns them), when to shut.
 
-A connection is a group's if it was accepted by one of the group's own listeners (its local address is the listener's)
-or leads to the published listener of a peer. Invariants: a listener is never shut (Gloo aborts the process when its
-accept fails); a descriptor that does not match is only asked for its addresses, never changed. The calls go to libc
-directly because `socket.socket(fileno=...)` switches the descriptor to non-blocking where the user has set
-`socket.setdefaulttimeout`.
+A connection is a group's if it was accepted by one of the group's own listeners (its local address
+is the listener's) or leads to the published listener of a peer. Invariants: a listener is never
+shut (Gloo aborts the process when its accept fails); a descriptor that does not match is only asked
+for its addresses, never changed. The calls go to libc directly because `socket.socket(fileno=...)`
+switches the descriptor to non-blocking where the user has set `socket.setdefaulttimeout`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShutReport:
-    """What one sweep did: connections shut, and matching ones that the kernel would not let us shut."""
+    """What one sweep did: connections shut, and matching ones that the kernel would not let us
+    shut.
+    """
 
     shut_count: int
     failed_count: int
@@ -73,10 +76,12 @@ class GlooAddress(NamedTuple):
 
 
 def gloo_address(published: bytes) -> GlooAddress | None:
-    """The address in what a Gloo context publishes under its rank; None if `published` is no such thing.
+    """The address in what a Gloo context publishes under its rank; None if `published` is no such
+    thing.
 
-    Layout (gloo/rendezvous/context.cc, as torch 2.13 ships it): length and bytes of the host name, length of the
-    address, the address (a `sockaddr_storage` and a number), the pairs' numbers. All lengths and numbers have 8 bytes.
+    Layout (gloo/rendezvous/context.cc, as torch 2.13 ships it): length and bytes of the host name,
+    length of the address, the address (a `sockaddr_storage` and a number), the pairs' numbers. All
+    lengths and numbers have 8 bytes.
     """
     if len(published) < 8:
         return None
@@ -94,7 +99,7 @@ def gloo_address(published: bytes) -> GlooAddress | None:
 
 
 def connect_and_hang_up(listener: Endpoint, first_bytes: bytes) -> bool:
-    """Connects to a listener of this host, says `first_bytes` and is gone; whether that went well."""
+    """Connects to a listener of this host, says `first_bytes`, is gone; whether it went well."""
     family = socket.AF_INET if len(listener.address) == 4 else socket.AF_INET6
     caller = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -109,7 +114,9 @@ def connect_and_hang_up(listener: Endpoint, first_bytes: bytes) -> bool:
 
 
 def resolved(host: str, port: int) -> frozenset[Endpoint]:
-    """All endpoints that `host:port` can mean; may ask the name service, so never call it from the monitor."""
+    """All endpoints that `host:port` can mean; may ask the name service, so never call it from the
+    monitor.
+    """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     ends = {
         Endpoint(_unmapped(socket.inet_pton(family, str(sockaddr[0]).partition("%")[0])), port)
@@ -123,8 +130,8 @@ def shut_connections(
 ) -> ShutReport:
     """Shuts every connection of this process that `listeners` accepted or that leads to `remotes`.
 
-    how: SHUT_RD, which lets what was received be read first, or SHUT_RDWR. Whoever is blocked on such
-    a socket wakes at once. Callable from any thread, any number of times.
+    how: SHUT_RD, which lets what was received be read first, or SHUT_RDWR. Whoever is blocked on
+    such a socket wakes at once. Callable from any thread, any number of times.
     """
     shut_count = failed_count = 0
     for descriptor in _descriptors_matching(listeners, remotes):
@@ -134,8 +141,8 @@ def shut_connections(
             failed_count += error.errno != errno.EBADF
             continue
         try:
-            # The number may have been closed and given to another socket since: the copy cannot change any more, so
-            # it is the copy that has to match.
+            # The number may have been closed and given to another socket since: the copy cannot
+            # change any more, so it is the copy that has to match.
             if _matches(copy, listeners, remotes):
                 failed = _libc.shutdown(copy, how) != 0
                 failed_count += failed and ctypes.get_errno() != errno.ENOTCONN
@@ -171,7 +178,9 @@ def _matches(descriptor: int, listeners: frozenset[Endpoint], remotes: frozenset
 
 
 def _asked(question: _LibcCall, descriptor: int) -> Endpoint | None:
-    """The answer of getsockname or getpeername; None if there is none (no socket, or not connected)."""
+    """The answer of getsockname or getpeername; None if there is none (no socket, or not
+    connected).
+    """
     sockaddr = ctypes.create_string_buffer(_SOCKADDR_STORAGE_BYTES)
     size_bytes = ctypes.c_uint32(_SOCKADDR_STORAGE_BYTES)
     if question(descriptor, sockaddr, ctypes.byref(size_bytes)) != 0:
@@ -180,7 +189,9 @@ def _asked(question: _LibcCall, descriptor: int) -> Endpoint | None:
 
 
 def _remote_of_connecting(descriptor: int) -> Endpoint | None:
-    """Where a socket in the middle of `connect` is going: getpeername does not say, only the kernel's table does."""
+    """Where a socket in the middle of `connect` is going: getpeername does not say, only the
+    kernel's table does.
+    """
     if _option(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO) & 0xFF != _STATE_SYN_SENT:
         return None
     try:

@@ -1,11 +1,13 @@
-"""What outlives a generation in a kept process: meshes and FSDP2 models, and how they are pointed anew.
+"""What outlives a generation in a kept process: meshes and FSDP2 models, and how they are pointed
+anew.
 
 Owns: finding what holds on to a group; the training state inside FSDP2.
-Does not own: the version check. Import it only through `torch_private`, after that check: the names below are
-private and move between versions of torch.
+Does not own: the version check. Import it only through `torch_private`, after that check: the names
+below are private and move between versions of torch.
 
-Source of the list of states: FSDPState._reset_iter_state and FSDPParamGroup._reset_iter_state of torch 2.13, which wait
-for collectives that were in flight; here they belong to groups that were aborted, so nothing is waited for.
+Source of the list of states: FSDPState._reset_iter_state and FSDPParamGroup._reset_iter_state of
+torch 2.13, which wait for collectives that were in flight; here they belong to groups that were
+aborted, so nothing is waited for.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
-# ---------------------------------------------------------------------------- who holds on to a group
+# ----------------------------------------------------------------------- who holds on to a group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """The objects that refer to groups: meshes and FSDP2's notes can be pointed anew, strangers cannot."""
+    """The objects that refer to groups: meshes and FSDP2's notes can be pointed anew, strangers
+    cannot.
+    """
 
     meshes: list[DeviceMesh]
     mesh_infos: list[DataParallelMeshInfo]
@@ -121,7 +125,9 @@ def model_obstacle(roots: list[nn.Module]) -> str | None:
 
 
 def reset_models(roots: list[nn.Module], flags: ModuleFlags | None) -> None:
-    """Resets all training state; points every group at this generation's of the same mesh dimension."""
+    """Resets all training state; points every group at this generation's of the same mesh
+    dimension.
+    """
     for state in _states(roots):
         _reset_state(state)
         for group in state._fsdp_param_groups:

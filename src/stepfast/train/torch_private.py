@@ -1,36 +1,32 @@
-"""The door to private names of torch; `torch_kept` behind it has those that only verified versions have.
+"""The door to private names of torch: the verified versions, kept models, the thread's modes.
 
-Owns: torch.distributed's registries of groups, the thread's modes, the verified versions.
+Owns: which versions of torch are verified; what the other two files behind this door must not do on
+others. `torch_groups` has the registries of groups, `torch_kept` what verified versions alone have.
 Does not own: when any of this happens (`train.groups`, the wrapper).
 
 Invariant: on a version that is not listed no model and no group is kept: building again uses public
-names alone. What this file itself touches exists since torch 2.8.
+names alone. What this file and `torch_groups` touch exists since torch 2.8.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data._utils import signal_handling
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
-from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.device_mesh import _mesh_resources
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
+from torch.utils.data._utils import signal_handling
 
 from stepfast.errors import OperatingError
 
 if TYPE_CHECKING:
-    from stepfast.train.torch_kept import Holders, ModuleFlags
+    from stepfast.train.torch_kept import ModuleFlags
 
 TORCH_VERSIONS_VERIFIED = ("2.13",)
-_HASHED_NAME_CHARACTERS = 40  # a SHA-1 in hex: groups made with use_local_synchronization
 
 
 def version_obstacle() -> str | None:
@@ -42,155 +38,7 @@ def version_obstacle() -> str | None:
     return f"keeping models is verified for torch {verified} only, this is {torch.__version__}"
 
 
-# ------------------------------------------------------------------------------- registries of groups
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupCall:
-    """What made a group, as far as it is needed to make its successor under the same name."""
-
-    name: str
-    ranks: tuple[int, ...]
-    backend: str
-    timeout: timedelta
-    tag: str | None
-    description: str
-
-    @property
-    def is_local(self) -> bool:
-        """Whether only the group's members made the call; such a name does not count calls."""
-        return len(self.name) == _HASHED_NAME_CHARACTERS
-
-
-def world() -> ProcessGroup | None:
-    """The default group, or None."""
-    return c10d.GroupMember.WORLD
-
-
-def groups() -> list[ProcessGroup]:
-    """All groups that this rank is a member of, the world first. From any thread."""
-    return list(c10d._world.pg_names)
-
-
-def group_names() -> set[str]:
-    """The names of all groups that this rank is a member of."""
-    return set(c10d._world.pg_names.values())
-
-
-def group_count() -> int:
-    """How many names `new_group` has counted in this generation, calls without this rank included."""
-    return int(c10d._world.group_count)
-
-
-def sequence_number(group: ProcessGroup) -> int:
-    """How many operations this rank has started in the group; 0 once it is shut down. From any thread."""
-    try:
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]  # not in the stub
-    except RuntimeError:
-        return 0
-
-
-def call_of(group: ProcessGroup) -> GroupCall | str:
-    """What makes this group again; or, in words, why that cannot be."""
-    name = str(c10d._world.pg_names[group])
-    backend = group._get_backend(torch.device("cpu"))
-    if not isinstance(backend, c10d.ProcessGroupGloo):
-        return f"group {name} is not Gloo's alone: making it again has not been verified"
-    tag = c10d._world.pg_to_tag.get(group, "")
-    return GroupCall(
-        name=name,
-        ranks=tuple(c10d._world.pg_group_ranks[group]),
-        backend=c10d._world.pg_map[group][0],
-        timeout=backend.options._timeout,
-        tag=tag.removeprefix("user:") if tag.startswith("user:") else None,
-        description=group.group_desc,
-    )
-
-
-def make_group(call: GroupCall) -> None:
-    """Makes the group again; a name other than before means that the generations' calls have drifted apart."""
-    made = c10d._new_group_with_tag(
-        ranks=list(call.ranks),
-        timeout=call.timeout,
-        backend=call.backend,
-        pg_tag=call.tag,
-        use_local_synchronization=call.is_local,
-        group_desc=call.description,
-        sort_ranks=False,
-    )
-    if made.group_name != call.name:
-        raise OperatingError(f"group {call.name} came back as {made.group_name}: build again")
-
-
-def make_group_without(rank: int) -> None:
-    """Takes part in a `new_group` call that `rank`, this process, is no member of."""
-    c10d._new_group_with_tag(ranks=[0 if rank else 1])
-
-
-def destroy_world() -> None:
-    """Destroys every group and empties the registries, those of a half-formed world too."""
-    if world() is not None:
-        c10d.destroy_process_group()
-    state = c10d._world
-    for registry in (state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config):
-        registry.clear()
-    state.pg_to_tag.clear()
-    state.tags_to_pg.clear()
-    state.pg_coalesce_state.clear()
-    c10d._unregister_all_process_groups()
-    c10d._update_default_pg(None)
-    state.group_count = 0
-    # Each init_process_group wraps sys.excepthook once more and never takes its wrapper off.
-    while getattr(sys.excepthook, "__qualname__", "").startswith("init_process_group."):
-        sys.excepthook = _wrapped_hook(sys.excepthook)
-
-
-def _wrapped_hook(hook: Any) -> Any:
-    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__, strict=True))
-    return cells["old_hook"].cell_contents
-
-
-def abort_device_groups() -> int:
-    """Aborts all NCCL groups at once, from the monitor thread; returns how many. Never run: needs a GPU."""
-    aborted = [group for group in groups() if "nccl" in str(c10d._world.pg_map.get(group, ""))]
-    if not aborted:
-        return 0
-    # Grouped, or communicators that depend on each other wait for each other's abort.
-    backend: Any = aborted[0]._get_backend(torch.device("cuda"))
-    backend._group_start()
-    for group in aborted:
-        group.abort()
-    backend._group_end()
-    return len(aborted)
-
-
-# ------------------------------------------------------------------------- what is kept
-
-
-def holders_of(held: list[ProcessGroup]) -> Holders:
-    """The objects that refer to these groups, torch's registries left out; only in a verified torch."""
-    from stepfast.train import torch_kept
-
-    return torch_kept.holders_of(held)
-
-
-def names_on(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The groups that the mesh keeps as objects, by name."""
-    return tuple(mesh._pg_registry)
-
-
-def point_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
-    """Lets the mesh keep this generation's groups of these names, and no other; () detaches it."""
-    mesh._pg_registry.clear()
-    for name in names:
-        mesh._pg_registry[name] = c10d._resolve_process_group(c10d.GroupName(name))
-
-
-def detach_mesh_info(info: object) -> None:
-    """Takes the groups from FSDP2's note of a mesh; `reset_after_interrupt` puts the new ones in."""
-    for name in ("shard_process_group", "reduce_scatter_process_group", "replicate_process_group"):
-        if hasattr(info, name):
-            setattr(info, name, None)
+# ------------------------------------------------------------------------------- what is kept
 
 
 def keep_obstacle(modules: Iterable[nn.Module]) -> str | None:
@@ -237,8 +85,8 @@ def forget_old_meshes() -> None:
 def end_loader_workers(iterator: object) -> None:
     """Kills the workers of a DataLoader's iterator, whatever they wait for.
 
-    torch's SIGCHLD handler raises in the main thread for a worker that it knows, so it must not know
-    them any more.
+    torch's SIGCHLD handler raises in the main thread for a worker that it knows, so it must not
+    know them any more.
     """
     workers = list(getattr(iterator, "_workers", ()))
     if not workers:
@@ -257,10 +105,11 @@ def end_loader_workers(iterator: object) -> None:
 
 
 def reset_modes() -> None:
-    """Switches gradients on, autocast off and empties this thread's mode stacks; call it on the user's thread.
+    """Switches gradients on, autocast off and empties this thread's mode stacks; call it on the
+    user's thread.
 
-    `with` blocks undo themselves while the stack unwinds; this is for one whose exit was itself interrupted. The
-    default device stays: `torch.set_default_device` is a setting, kept as a mode.
+    `with` blocks undo themselves while the stack unwinds; this is for one whose exit was itself
+    interrupted. The default device stays: `torch.set_default_device` is a setting, kept as a mode.
 
     Raises OperatingError if inference mode stayed on: only a fresh process is rid of it.
     """

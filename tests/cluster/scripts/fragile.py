@@ -17,7 +17,7 @@ import stepfast
 
 
 class Saboteur:
-    """State without content; where `restore-kills-rank-3` lies in the directory, restoring it is deadly, once."""
+    """State without content; where `restore-kills-rank-3` lies, restoring it is deadly, once."""
 
     def __init__(self, rank: int, marks: str) -> None:
         self._rank, self._marks = rank, marks

@@ -1,7 +1,7 @@
 """A training script whose steps take milliseconds, with everything that has to come back exactly.
 
-Its data are drawn from torch's own generator and its layers drop out: a generator that is not restored shows in the
-digest, as does an optimizer's state. Other scripts here use its parts.
+Its data are drawn from torch's own generator, a layer drops out: a generator that is not restored
+shows in the digest, as does an optimizer's state. Other scripts here use its parts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two deaths while the others wait: for data that does not come, and in a group of the user's own."""
+"""Two deaths while others wait: for data that does not come, and in a group of the user's own."""
 
 from __future__ import annotations
 
