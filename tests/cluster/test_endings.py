@@ -163,7 +163,7 @@ def test_a_finished_job_directory_is_refused(tmp_path: Path):
 def small_memory_dir(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "small"
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(path)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):

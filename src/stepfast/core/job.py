@@ -251,6 +251,8 @@ def _advance_forming(turn: Turn) -> None:
     state = turn.state
     if all_ranks_ready(state):
         _open_generation(turn)
+    elif _has_run_before(state):
+        _adopt(turn)
     else:
         _end_if_nodes_stay_out(turn)
 

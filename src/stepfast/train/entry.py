@@ -47,7 +47,7 @@ def run_rank(sock: socket.socket, script: str, script_args: list[str]) -> int:
     torch.default_generator.manual_seed(_TORCH_SEED)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-    process = RankProcess(AgentLink(sock), _make_faults)
+    process = RankProcess(AgentLink(sock), _make_faults, os.environ)
     _Attached.rank = process
     try:
         runpy.run_path(script, run_name="__main__")
@@ -103,7 +103,8 @@ def resilient(function: Callable[Concatenate[Run, P], R]) -> Callable[P, R]:
             )
         _Attached.entered = True
         if _Attached.rank is not None:
-            return _Attached.rank.run(function, args, kwargs)  # type: ignore[no-any-return]  # the function's own
+            stay = lambda run: function(run, *args, **kwargs)  # noqa: E731 - one call, with its arguments
+            return _Attached.rank.run(stay)  # type: ignore[no-any-return]  # the function's own
         return _run_plain(function, args, kwargs)
 
     return entered

@@ -42,6 +42,9 @@ class Run:
         self._step = Step(0)
         self._once_calls = 0
         self._log = LogBuffer()
+        self.is_over = (
+            False  # set by stepfast: a generator that is finalised later says nothing more
+        )
 
     @property
     def rank(self) -> int:
@@ -187,8 +190,9 @@ class Run:
                 self._deliver(step)
                 self._host.turn_ended(step, is_last=step >= total)
         finally:
-            self._step = step
-            self._host.steps_ended(step)
+            if not self.is_over:
+                self._step = step
+                self._host.steps_ended(step)
 
     def _deliver(self, step: Step) -> None:
         for at, values in self._log.take(step):

@@ -1,0 +1,300 @@
+"""What a `Run` finds under an agent: this rank's place, groups, slots and watch.
+
+Owns: snapshots at step boundaries, restoring, the bound on drift, the account of what each phase took.
+Does not own: the way through generations (`train.wrapper`), the format of slots (`checkpoint`).
+Invariant: a snapshot is taken only while its generation stands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from stepfast.checkpoint.arena import Arena, invalidate, sealed_slots
+from stepfast.checkpoint.capture import Capture
+from stepfast.checkpoint.restore import open_sealed
+from stepfast.core.faults import Whereabouts
+from stepfast.core.messages import (
+    FirstStepDone,
+    LoggedStep,
+    PhaseBegan,
+    PhaseEnded,
+    RankLogged,
+    RankNoted,
+    RankResumed,
+    RankStart,
+    TensorDigest,
+)
+from stepfast.core.terms import Rank, SnapshotId, Step
+from stepfast.core.timeouts import FIRST_TURN, TURN
+from stepfast.errors import StateError
+from stepfast.runtime.ports import FaultPoints
+from stepfast.train import torch_private
+from stepfast.train.groups import Groups
+from stepfast.train.host import NoFaults, digests_of
+from stepfast.train.kept import Kept
+from stepfast.train.monitor import Monitor
+from stepfast.train.rng import RngState
+from stepfast.train.whereabouts import Whereabout
+
+_CLOSING = "section:behind the loop"
+
+
+class Account:
+    """What the phases of a stay took; moments on the monotonic clock."""
+
+    def __init__(self, began: float = 0.0) -> None:
+        self.began = began
+        self.formed = began
+        self.built = began
+        self.restored = began
+        self.resumed = began
+        self.turn_began = began
+        self.sections_s = 0.0
+        self.turns = 0
+        self.world_operations = 0
+
+
+class RankHost:
+    """Implements `train.host.Host` for a rank of a job; one object for the process."""
+
+    def __init__(self, monitor: Monitor, whereabout: Whereabout) -> None:
+        """Nowhere yet: `enter` begins a stay."""
+        self.kept = Kept()
+        self.whereabout = whereabout
+        self.faults: FaultPoints = NoFaults()
+        self.groups: Groups | None = None
+        self.is_forming = False
+        self.account = Account()
+        self._monitor = monitor
+        self._order: RankStart | None = None
+        self._capture: Capture | None = None
+        self._rng_resumed: RngState | None = None
+
+    def enter(self, order: RankStart) -> None:
+        """A stay begins; what was built is kept where all ranks agree to it."""
+        self._order = order
+        self.account = Account(began=time.monotonic())
+        if not order.keep:
+            self.forget_built()
+        self.kept.revived = []
+        self.kept.step = order.step or Step(0)
+        self._rng_resumed = None
+
+    def forget_built(self) -> None:
+        """Everything is built again in the next generation."""
+        self.kept = Kept()
+        self._capture = None
+        torch_private.forget_old_meshes()
+
+    # --- where this rank stands ------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """The rank of the present generation."""
+        return self._present.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the present generation."""
+        return self._present.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """The rank's number on its node."""
+        return self._present.local_rank
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`."""
+        return self._present.settings.device
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether the generation goes on from a snapshot."""
+        return self._present.source is not None
+
+    @property
+    def _present(self) -> RankStart:
+        assert self._order is not None, "outside of any generation"
+        return self._order
+
+    def check(self) -> None:
+        """A safe point."""
+        self._monitor.check()
+
+    def shield(self) -> AbstractContextManager[None]:
+        """Code that no signal may tear apart."""
+        return self._monitor.shield()
+
+    # --- groups ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forming_groups(self) -> Iterator[None]:
+        """The main thread waits for peers; user code as far as an interrupt is concerned."""
+        self.is_forming = True
+        with self.whereabout.said(Whereabouts.COLLECTIVE), self._monitor.user_code():
+            yield
+        self.is_forming = False
+
+    def replay_groups(self, record: Any) -> None:
+        """Make recorded groups again."""
+        assert self.groups is not None, "inside a generation"
+        with self.forming_groups():
+            self.groups.replay(record, lambda: self._monitor.must_leave)
+
+    def recording(self) -> AbstractContextManager[object]:
+        """Record the groups that are made meanwhile."""
+        assert self.groups is not None, "inside a generation"
+        return self.groups.recording()
+
+    # --- state -------------------------------------------------------------------------------------
+
+    def attach_state(self) -> None:
+        """Restore from this rank's own slot; where the job begins, slots are only made ready."""
+        order = self._present
+        tracked = self.kept.tracked
+        assert tracked is not None, "state is attached after track"
+        directory = Path(order.slot_directory)
+        with self._monitor.shield():
+            self.account.built = time.monotonic()
+            if order.source is not None:
+                self._restore(directory, order.source)
+            if order.step is not None:
+                invalidate(
+                    directory, newer_than_step=order.step, before_generation=order.generation
+                )
+            if self._capture is None:
+                self._capture = Capture(Arena(directory), tracked.tree)
+            self.account.restored = time.monotonic()
+
+    def _restore(self, directory: Path, source: SnapshotId) -> None:
+        tracked = self.kept.tracked
+        assert tracked is not None, "restored after track"
+        paths = [slot.path for slot in sealed_slots(directory) if slot.snapshot == source]
+        if not paths:
+            raise StateError(f"{directory}: no slot holds step {source.step} any more")
+        tracked.tree.restore_from(open_sealed(Path(paths[0]), source))
+        self._rng_resumed = RngState.take()
+
+    def _take_snapshot(self, step: Step) -> None:
+        assert self._capture is not None, "state is attached before the first snapshot"
+        self._monitor.check()
+        self._capture.take(SnapshotId(self._present.generation, step))
+
+    def digests(self) -> tuple[TensorDigest, ...]:
+        """The state as it stands: name, place and hash of every local tensor."""
+        tracked = self.kept.tracked
+        return digests_of(tracked.tree.local_digests()) if tracked is not None else ()
+
+    # --- the loop ----------------------------------------------------------------------------------
+
+    def begin_steps(self) -> Step:
+        """Generators last, then the first boundary."""
+        order = self._present
+        with self._monitor.shield():
+            step = order.step or Step(0)
+            if self._rng_resumed is not None:
+                self._rng_resumed.apply()
+            if order.source is None:
+                self._take_snapshot(step)
+            account = self.account
+            account.resumed = time.monotonic()
+            self._monitor.send(
+                RankResumed(
+                    generation=order.generation,
+                    rank=Rank(self.rank),
+                    step=step,
+                    rendezvous_s=account.formed - account.began,
+                    build_s=account.built - account.formed,
+                    restore_s=account.restored - account.built,
+                    kept=order.keep,
+                )
+            )
+            self.account.world_operations = self._world_operations()
+        return step
+
+    def turn_began(self, step: Step) -> None:
+        """Tell the watch; the place where boundary faults strike."""
+        account = self.account
+        first = account.turns == 0
+        now = time.monotonic()
+        turn_s = None if first else now - account.turn_began - account.sections_s
+        phase = FIRST_TURN if first else TURN
+        account.turn_began, account.sections_s = now, 0.0
+        self._monitor.send(
+            PhaseBegan(generation=self._present.generation, step=step, phase=phase, turn_s=turn_s)
+        )
+        self._monitor.check()
+        self.faults.reach("boundary", step)
+
+    def turn_ended(self, step: Step, *, is_last: bool) -> None:
+        """The boundary: bound how far ranks drift, snapshot, account."""
+        order = self._present
+        self._monitor.check()
+        self._bound_drift()
+        with self._monitor.shield():
+            interval = order.settings.snapshot_interval_steps
+            if is_last or step % interval == 0:
+                self._take_snapshot(step)
+            account = self.account
+            if account.turns == 0:
+                self._monitor.send(
+                    FirstStepDone(
+                        generation=order.generation,
+                        rank=Rank(self.rank),
+                        step=step,
+                        seconds=time.monotonic() - account.resumed,
+                    )
+                )
+            account.turns += 1
+            self.kept.step = step
+
+    def _bound_drift(self) -> None:
+        """Where a turn had no collective over all ranks, nothing but this bounds how far ranks run apart."""
+        account = self.account
+        if self.world_size > 1 and self._world_operations() == account.world_operations:
+            dist.barrier()
+        account.world_operations = self._world_operations()
+
+    def _world_operations(self) -> int:
+        assert self.groups is not None, "inside a generation"
+        return self.groups.progress().world_operations
+
+    def steps_ended(self, step: Step) -> None:
+        """What follows the loop has a limit of its own."""
+        if self._monitor.must_leave:
+            return
+        phase = PhaseBegan(generation=self._present.generation, step=step, phase=_CLOSING)
+        self._monitor.send(phase)
+
+    def section_began(self, name: str) -> None:
+        """A named phase."""
+        self._monitor.check()
+        generation, step = self._present.generation, self.kept.step
+        phase = PhaseBegan(generation=generation, step=step, phase=f"section:{name}")
+        self._monitor.send(phase)
+
+    def section_ended(self, name: str, seconds: float) -> None:
+        """It is over."""
+        self.account.sections_s += seconds
+        generation, step = self._present.generation, self.kept.step
+        phase = f"section:{name}"
+        self._monitor.send(
+            PhaseEnded(generation=generation, step=step, phase=phase, seconds=seconds)
+        )
+        self._monitor.check()
+
+    def logged(self, step: Step, values: Mapping[str, float | int | str | bool]) -> None:
+        """Hand a turn's values on."""
+        logged = LoggedStep(step=step, values=dict(values))
+        self._monitor.send(RankLogged(generation=self._present.generation, logged=logged))
+
+    def note(self, topic: str, text: str) -> None:
+        """Something worth an event."""
+        self._monitor.send(RankNoted(topic=topic, text=text))
