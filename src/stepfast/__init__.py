@@ -1,7 +1,7 @@
 """stepfast keeps PyTorch training running through faults.
 
-`stepfast.resilient` and `stepfast.Run` load torch when they are first used; importing stepfast loads
-nothing.
+`stepfast.resilient` and `stepfast.Run` load torch when they are first used; importing stepfast
+loads nothing.
 """
 
 from __future__ import annotations

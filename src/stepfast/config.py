@@ -1,7 +1,9 @@
-"""Every setting of a job: frozen, units in names, checked once. `stepfast.toml` < environment < flags.
+"""Every setting of a job: frozen, units in names, checked once. `stepfast.toml` < environment <
+flags.
 
-Each field says what it is, its unit, what too small and too big cost, and where its default comes from. Unknown keys
-are refused by name. The environment and the command line are read at the door (`cli`), never here.
+Each field says what it is, its unit, what too small and too big cost, and where its default comes
+from. Unknown keys are refused by name. The environment and the command line are read at the door
+(`cli`), never here.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class JobConfig:
     )
     hang_floor_s: float | None = _setting(
         None,
-        "a step may always take this long, seconds; too small: false alarms, too big: slow detection"
-        " (default: 2 on CPU, 60 on CUDA)",
+        "a step may always take this long, seconds; too small: false alarms, too big: slow"
+        " detection (default: 2 on CPU, 60 on CUDA)",
     )
     hang_ceiling_s: float = _setting(
         600.0, "no phase may take longer than this, seconds; first steps and unseen sections get it"
@@ -95,9 +97,11 @@ SETTINGS = {f.name: f for f in fields(JobConfig)}
 def load_config(
     file: Path | None, environment: Mapping[str, str], flags: Mapping[str, Any]
 ) -> JobConfig:
-    """Merge file < environment < flags and check. Raises ConfigError with one line that says what to change.
+    """Merge file < environment < flags and check. Raises ConfigError with one line that says what
+    to change.
 
-    `file` None: `stepfast.toml` is read where it lies in the working directory. `flags`: only those that were given.
+    `file` None: `stepfast.toml` is read where it lies in the working directory. `flags`: only those
+    that were given.
     """
     merged: dict[str, Any] = {}
     merged.update(_from_file(file))

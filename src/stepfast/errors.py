@@ -3,15 +3,15 @@
     BaseException
     └── Interrupted            the generation ended under the user's code; never catch it
     Exception
-    └── StepfastError          everything below carries an exit code and one line that says what to change
-        ├── UserError          78: the user's code or configuration is at fault and will fail again
+    └── StepfastError          carries an exit code and one line that says what to change
+        ├── UserError          78: the user's code or configuration; it will fail again
         │   ├── ConfigError    a setting, flag or file is wrong
         │   └── ScriptError    the script uses stepfast in a way that cannot work
-        └── OperatingError     1: the world failed (port, disk, memory, peer); trying again may help
+        └── OperatingError     1: the world failed (port, disk, memory, peer); try again
             └── StateError     a slot or layout does not match what is asked of it
 
-Operating *faults* of a running job are no exceptions: they are typed values (`core.faults.Fault`) that flow to the
-machines. A broken invariant is an `AssertionError` and crashes, in production too.
+Operating *faults* of a running job are no exceptions: they are typed values (`core.faults.Fault`)
+that flow to the machines. A broken invariant is an `AssertionError` and crashes, in production too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ EXIT_NODE_UNFIT = 85
 
 
 class Interrupted(BaseException):
-    """The generation that this code runs in is over; the stack unwinds to the resilient function's wrapper.
+    """The generation that this code runs in is over; the stack unwinds to the resilient function's
+    wrapper.
 
     It derives from BaseException so that `except Exception` does not swallow it.
     """

@@ -1,7 +1,8 @@
 """What happened: the event types of `events.jsonl`. No behaviour.
 
-One JSON object a line: `{"v": 1, "at": seconds since the epoch, "t": monotonic seconds of the coordinator,
-"type": ..., ...}`. Readers skip types they do not know; a field is never given another meaning within a version.
+One JSON object a line: `{"v": 1, "at": seconds since the epoch, "t": monotonic seconds of the
+coordinator, "type": ..., ...}`. Readers skip types they do not know; a field is never given another
+meaning within a version.
 """
 
 from __future__ import annotations
@@ -93,7 +94,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recovered(_Event, frozen=True, kw_only=True):
-    """An incident is over: every rank has completed a step again. Seconds by phase; `total` begins at detection."""
+    """An incident is over: every rank has completed a step again. Seconds by phase; `total` begins
+    at detection.
+    """
 
     generation: int
     kind: str

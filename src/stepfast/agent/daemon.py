@@ -1,4 +1,5 @@
-"""The agent's shell: one node machine, its ranks' sockets and processes, one link to the coordinator.
+"""The agent's shell: one node machine, its ranks' sockets and processes, one link to the
+coordinator.
 
 Owns: gathering inputs and performing outputs. Does not own: any decision (`core.node`), how
 processes are made and ended (`agent.processes`).

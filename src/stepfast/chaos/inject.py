@@ -25,7 +25,9 @@ _EXIT_CODE = 17  # of `exit`; nothing else here uses it
 
 
 class InjectedFaultError(RuntimeError):
-    """The exception of kind `exception`: an ordinary error of user code, as far as anybody can tell."""
+    """The exception of kind `exception`: an ordinary error of user code, as far as anybody can
+    tell.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

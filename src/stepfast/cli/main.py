@@ -99,7 +99,8 @@ def _coordinator(config: JobConfig, options: argparse.Namespace) -> int:
     token = _token(config)
     if host not in LOOPBACK_HOSTS and token is None and options.listen_fd is None:
         raise ConfigError(
-            f"listening on {host} needs a token: --token-file FILE, or STEPFAST_TOKEN in the environment"
+            f"listening on {host} needs a token: --token-file FILE,"
+            " or STEPFAST_TOKEN in the environment"
         )
     return serve_coordinator(
         config,

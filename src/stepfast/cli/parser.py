@@ -1,4 +1,5 @@
-"""The command line: subcommands and flags. The settings' flags come from `config`, one for each field.
+"""The command line: subcommands and flags. The settings' flags come from `config`, one for each
+field.
 
 Owns: names and help. Does not own: what a command does (`cli.main`).
 """

@@ -1,8 +1,8 @@
 """`stepfast run`: a whole cluster on this machine, of the same processes that pods run.
 
 Owns: the coordinator's and the agents' processes, the console they share. Does not own: the job.
-Invariants: nothing that was started here outlives this process in order; the coordinator's exit code
-is the job's; an agent that dies is started again as the same node, as a container would be.
+Invariants: nothing that was started here outlives this process in order; the coordinator's exit
+code is the job's; an agent that dies is started again as the same node, as a container would be.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ class _Cluster:
         return self._start("coordinator", arguments, pass_fds=(listen_fd,))
 
     def _try_restart_coordinator(self) -> bool:
-        """One that was killed comes back on the same port; agents and ranks wait, and train, meanwhile."""
+        """One that was killed comes back on the same port; agents and ranks wait, and train,
+        meanwhile.
+        """
         old = self._coordinator
         killed = old.process.returncode < 0
         if not killed or self._stops or old.restarts >= _RESTARTS_MAX:
@@ -148,14 +150,14 @@ class _Cluster:
         return self._start(f"node {node}", [*arguments, *self._script_args])
 
     def _start(self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> _Child:
-        process = subprocess.Popen(  # noqa: S603 - our own interpreter and module, arguments as a list
+        process = subprocess.Popen(
             [sys.executable, "-m", "stepfast", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=pass_fds,
             start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # noqa: PLW1509 - no thread runs here
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )
         child = _Child(name, process)
         assert process.stdout is not None, "a pipe was asked for"

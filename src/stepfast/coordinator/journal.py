@@ -1,8 +1,8 @@
 """The event log of a job, `events.jsonl`: what happened, durable where that was asked for.
 
 Owns: the job directory's lock, its identity and its log. Does not own: what the events mean.
-Invariants: one coordinator at a time holds a job directory; a line is whole or absent to a reader; what was persisted
-is on the disk before the caller goes on.
+Invariants: one coordinator at a time holds a job directory; a line is whole or absent to a reader;
+what was persisted is on the disk before the caller goes on.
 """
 
 from __future__ import annotations

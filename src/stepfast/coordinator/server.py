@@ -1,8 +1,8 @@
 """The coordinator's shell: one port, one WebSocket for each agent, one job machine.
 
-Owns: connections, the tick, the journal's pen, the console's words. Does not own: any decision (`core.job`).
-Invariants: only who shows the token becomes an agent; one connection for each node; a message that is not of the
-protocol closes the connection and changes nothing.
+Owns: connections, the tick, the journal's pen, the console's words. Does not own: any decision
+(`core.job`). Invariants: only who shows the token becomes an agent; one connection for each node; a
+message that is not of the protocol closes the connection and changes nothing.
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ class JobServer:
             del self._peers[node]
             self._driver.feed(NodeConnectionLost(node, reason))
 
-    # --- the machine's hands -----------------------------------------------------------------------
+    # --- the machine's hands
+    # -----------------------------------------------------------------------
 
     def perform(self, output: Output) -> None:
         """Carry out one order of the job's machine."""

@@ -1,4 +1,5 @@
-"""What can go wrong, in one vocabulary for injection, detection and records, and which of several is the cause.
+"""What can go wrong, in one vocabulary for injection, detection and records, and which of several
+is the cause.
 
 Owns: the kinds, the typed fault, the order of causes, the verdict over a suspected hang.
 Does not own: what to do about it (`core.policy`) or how it is observed (agent, rank).
@@ -70,8 +71,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     log_tail: str = ""  # the last lines of a dead rank's log
 
 
-# The end of a process, a stop and an exception that is not c10d's outrank c10d's errors, which are collateral
-# while another cause exists. A lost node explains the ends of its own ranks.
+# The end of a process, a stop and an exception that is not c10d's outrank c10d's errors, which are
+# collateral while another cause exists. A lost node explains the ends of its own ranks.
 _CAUSE_ORDER = (
     FaultKind.NODE,
     FaultKind.COORDINATOR,
@@ -94,14 +95,18 @@ def is_collateral(fault: Fault) -> bool:
 
 
 def root_causes(faults: Iterable[Fault]) -> tuple[Fault, ...]:
-    """The faults that explain the others, first reported first; collateral ones only where nothing else is known."""
+    """The faults that explain the others, first reported first; collateral ones only where nothing
+    else is known.
+    """
     known = tuple(faults)
     primary = tuple(f for f in known if not is_collateral(f))
     return primary or known[:1]
 
 
 def chief_cause(faults: Sequence[Fault]) -> Fault:
-    """The one fault that names an incident: of the highest in the order of causes, the first reported."""
+    """The one fault that names an incident: of the highest in the order of causes, the first
+    reported.
+    """
     assert faults, "an incident without a fault"
     return min(root_causes(faults), key=lambda f: _CAUSE_ORDER.index(f.kind))
 
@@ -145,9 +150,10 @@ class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
 def judge_hang(evidence: Sequence[Evidence]) -> HangVerdict:
     """Name the rank that all others wait for.
 
-    Silence outranks everything: a rank whose interpreter does not answer makes no progress. Then ranks outside any
-    collective, unless their phase still has time (data, compile, a section). Where all wait in collectives, the one
-    that began the fewest is behind; if nobody is, the network is, and the lowest rank stands for it.
+    Silence outranks everything: a rank whose interpreter does not answer makes no progress. Then
+    ranks outside any collective, unless their phase still has time (data, compile, a section).
+    Where all wait in collectives, the one that began the fewest is behind; if nobody is, the
+    network is, and the lowest rank stands for it.
     """
     present = sorted(
         (e for e in evidence if e.whereabouts is not Whereabouts.AWAY), key=lambda e: e.rank
@@ -164,7 +170,8 @@ def judge_hang(evidence: Sequence[Evidence]) -> HangVerdict:
             culprits=(), reason=f"{_names(excused)} within the limit of its phase ({where})"
         )
     if outside:
-        # Several can be outside at once, in plain computation; the furthest back holds up the others.
+        # Several can be outside at once, in plain computation; the furthest back holds up the
+        # others.
         furthest_back = min((e.step, e.collectives) for e in outside)
         outside = [e for e in outside if (e.step, e.collectives) == furthest_back]
         culprits = tuple((e.rank, FaultKind.HANG) for e in outside)

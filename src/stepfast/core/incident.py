@@ -65,7 +65,9 @@ class Incident:
 
     @property
     def chief(self) -> Fault:
-        """The fault that names the incident: the cause of its first round, for later ones are new faults."""
+        """The fault that names the incident: the cause of its first round, for later ones are new
+        faults.
+        """
         return chief_cause(self.faults[: self.first_round or None])
 
     @property

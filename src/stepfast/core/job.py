@@ -1,10 +1,12 @@
-"""The job's machine: membership, generations, decisions. `step(state, input, now) -> (state, outputs)`.
+"""The job's machine: membership, generations, decisions. `step(state, input, now) -> (state,
+outputs)`.
 
     FORMING -> STARTING -> RUNNING -> (fault) -> RECOVERING -> STARTING -> ... -> ENDING -> ENDED
 
 Owns: the only place where the job's state changes. Does not own: clocks, sockets, files.
-Invariants: generations only grow; a generation's opening is persisted before it is told; a generation opens only
-when every rank is out of the older one; messages of an older generation change nothing.
+Invariants: generations only grow; a generation's opening is persisted before it is told; a
+generation opens only when every rank is out of the older one; messages of an older generation
+change nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepfast.core import job_faults, job_hangs
+from stepfast.core.incident import recovered_event
 from stepfast.core.job_state import (
     FromNode,
     JobInput,
@@ -57,7 +60,6 @@ from stepfast.events import (
     Recovered,
     StepLogged,
 )
-from stepfast.core.incident import recovered_event
 
 
 def step(state: JobState, given: JobInput, now: float) -> tuple[JobState, tuple[Output, ...]]:
@@ -76,7 +78,7 @@ def step(state: JobState, given: JobInput, now: float) -> tuple[JobState, tuple[
     return turn.state, tuple(turn.outputs)
 
 
-# --- inputs ------------------------------------------------------------------------------------------------------
+# --- inputs --------------------------------------------------------------------------------
 
 
 def _from_node(turn: Turn, node: NodeId, message: object) -> None:
@@ -112,7 +114,9 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
 
 
 def _hello(turn: Turn, hello: Hello) -> None:
-    """Admit a node: the expected numbers only, one agent each. The shell refuses other protocols and doubles."""
+    """Admit a node: the expected numbers only, one agent each. The shell refuses other protocols
+    and doubles.
+    """
     assert hello.protocol == PROTOCOL_VERSION, "the transport admits one protocol"
     before = turn.state.membership.nodes.get(hello.node)
     _admit(turn, hello.node, host=hello.host, pid=hello.pid)
@@ -122,11 +126,11 @@ def _hello(turn: Turn, hello: Hello) -> None:
 
 
 def _admit(turn: Turn, node: NodeId, *, host: str, pid: int) -> None:
-    """Take the node in and tell it where the job stands: whatever it was told before may be lost."""
+    """Take the node in and tell it where the job stands: whatever it was told before may be
+    lost.
+    """
     local = ranks_of(node, turn.state.settings.nproc_per_node)
-    membership = turn.state.membership.joined(
-        node, host=host, pid=pid, now=turn.now, ranks=local
-    )
+    membership = turn.state.membership.joined(node, host=host, pid=pid, now=turn.now, ranks=local)
     turn.update(membership=membership)
     turn.record(NodeJoined(node=node, host=host, pid=pid))
     state = turn.state
@@ -223,7 +227,8 @@ def _tick(turn: Turn) -> None:
     job_faults.nodes_overdue(turn)
 
 
-# --- levels: what can happen now ---------------------------------------------------------------------------------
+# --- levels: what can happen now
+# ---------------------------------------------------------------------------------
 
 
 def _advance(turn: Turn) -> None:
@@ -360,9 +365,7 @@ def _would_start_over(state: JobState) -> bool:
 def _may_keep(turn: Turn, plan: RestorePlan | None) -> bool:
     """Whether survivors keep what `run.once` built; why not is an event."""
     ranks = turn.state.membership.ranks
-    survivors = [
-        r for r in ranks.values() if not is_fresh(r) and r.keep_obstacle != NOTHING_BUILT
-    ]
+    survivors = [r for r in ranks.values() if not is_fresh(r) and r.keep_obstacle != NOTHING_BUILT]
     if plan is None or not survivors:
         return False
     obstacles = sorted({r.keep_obstacle for r in survivors if r.keep_obstacle is not None})

@@ -1,6 +1,7 @@
 """The job's handling of faults: collect, interrupt, decide, and know when everybody is out.
 
-Owns: the incident's course up to the point where a generation may open. Works on a `Turn` of the job's machine.
+Owns: the incident's course up to the point where a generation may open. Works on a `Turn` of the
+job's machine.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def fault_reported(turn: Turn, fault: Fault) -> None:
         )
         return
     if _is_known(state, fault):
-        # Told again after a lost connection, or because it lasts: once is enough, the order is repeated.
+        # Told again after a lost connection, or because it lasts: once is enough, the order is
+        # repeated.
         if state.phase is Phase.RECOVERING:
             turn.send(fault.node, interrupt_message(turn, fault.node))
         return
@@ -71,7 +73,9 @@ def fault_reported(turn: Turn, fault: Fault) -> None:
 
 
 def _end_of_a_beginner(turn: Turn, fault: Fault) -> None:
-    """A fresh process that ends before it stands at the barrier is decided at once, or it would be made for ever."""
+    """A fresh process that ends before it stands at the barrier is decided at once, or it would be
+    made for ever.
+    """
     report = turn.state.membership.ranks.get(fault.rank) if fault.rank is not None else None
     incident = turn.state.incident
     if (
@@ -126,13 +130,13 @@ def _with_fault(state: JobState, fault: Fault, now: float) -> Incident:
     reached = max(incident.reached_by_rank.get(fault.rank, Step(0)), fault.step)
     if fault.kind in _OUT_OF_REACH:
         incident = incident.condemning({fault.rank: fault.incarnation})
-    return replace(
-        incident, reached_by_rank={**incident.reached_by_rank, fault.rank: reached}
-    )
+    return replace(incident, reached_by_rank={**incident.reached_by_rank, fault.rank: reached})
 
 
 def absent_from_generation(turn: Turn, node: NodeId, report: RankReport) -> None:
-    """A process of the present generation that is no more, whose end nobody reported: a fault by its level."""
+    """A process of the present generation that is no more, whose end nobody reported: a fault by
+    its level.
+    """
     state = turn.state
     opened = state.start.incarnations.get(report.rank) if state.start is not None else None
     if opened is None or report.incarnation < opened:
@@ -222,7 +226,9 @@ def _has_node_fault(state: JobState, node: NodeId) -> bool:
 
 
 def interrupt_message(turn: Turn, node: NodeId) -> Interrupt:
-    """The order to leave, with this node's ranks that need fresh processes. A level: safe to repeat."""
+    """The order to leave, with this node's ranks that need fresh processes. A level: safe to
+    repeat.
+    """
     state = turn.state
     incident = state.incident
     assert incident is not None, "interrupted without an incident"
@@ -237,7 +243,9 @@ def interrupt_message(turn: Turn, node: NodeId) -> Interrupt:
 
 
 def settled(turn: Turn) -> bool:
-    """Whether the incident is decided and everybody stands at the barrier. Acts on a decision that needs more."""
+    """Whether the incident is decided and everybody stands at the barrier. Acts on a decision that
+    needs more.
+    """
     state = turn.state
     incident = state.incident
     assert incident is not None, "recovering without an incident"
@@ -318,7 +326,9 @@ def _decide_and_act(turn: Turn, incident: Incident) -> bool:
 
 
 def _climb(turn: Turn, chief: Fault, decision: Decision) -> bool:
-    """Where the ladder says "fresh process" and the old one still stands, order it; the barrier closes again."""
+    """Where the ladder says "fresh process" and the old one still stands, order it; the barrier
+    closes again.
+    """
     state = turn.state
     incident = state.incident
     assert incident is not None, "still the same incident"

@@ -1,7 +1,7 @@
 """The job's handling of suspected hangs: ask everybody, judge, and only then call it a fault.
 
-A rank beyond its limit is a suspicion of its node, repeated while it lasts. The verdict needs the evidence of all
-ranks, for most of them only wait for the one that hangs.
+A rank beyond its limit is a suspicion of its node, repeated while it lasts. The verdict needs the
+evidence of all ranks, for most of them only wait for the one that hangs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _judge(turn: Turn, probe: Probe) -> None:
             rank=rank,
             node=told.node,
             step=told.step,
-            reason=f"rank {rank} made no progress for {told.since_progress_s:.2f} s: {verdict.reason}",
+            reason=f"rank {rank}: {told.since_progress_s:.2f} s without progress: {verdict.reason}",
             incarnation=report.incarnation,
             detect_s=told.since_progress_s,
             log_tail=told.stack,

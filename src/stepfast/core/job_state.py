@@ -17,7 +17,9 @@ from stepfast.core.timeouts import Timeouts
 
 
 class Phase(StrEnum):
-    """FORMING -> STARTING -> RUNNING -> (fault) -> RECOVERING -> STARTING -> ... -> ENDING -> ENDED."""
+    """FORMING -> STARTING -> RUNNING -> (fault) -> RECOVERING -> STARTING -> ... -> ENDING ->
+    ENDED.
+    """
 
     FORMING = "forming"  # nodes and ranks are coming; no generation yet
     STARTING = "starting"  # a generation is open; not every rank has resumed

@@ -84,7 +84,9 @@ class Turn:
             self.send(node, self.finish_message())
 
     def _stop_waiting(self, deadline: float) -> None:
-        """The job has finished, but its user will not wait for code behind the resilient function."""
+        """The job has finished, but its user will not wait for code behind the resilient
+        function.
+        """
         assert self.state.end is not None, "only an ending job can be hurried"
         self.update(end=replace(self.state.end, deadline=deadline))
         for node in self.state.membership.connected_nodes:
@@ -100,7 +102,9 @@ class Turn:
 
 
 def final_digest(returned: Iterable[RankReturned]) -> str:
-    """One hash over all tracked tensors in global order: by name, then offsets; replicas count once."""
+    """One hash over all tracked tensors in global order: by name, then offsets; replicas count
+    once.
+    """
     shards = sorted({d for r in returned for d in r.digests})
     total = hashlib.sha256()
     for shard in shards:

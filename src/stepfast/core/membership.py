@@ -43,16 +43,16 @@ class Membership:
     def joined(
         self, node: NodeId, *, host: str, pid: int, now: float, ranks: Collection[Rank]
     ) -> Membership:
-        """A node's agent is connected (again). Until it reports, none of its ranks counts as there."""
+        """A node's agent is connected (again). Until it reports, none of its ranks counts as
+        there.
+        """
         view = NodeView(host=host, pid=pid, connected=True, seen_at=now)
         unknown = {
             r: msgspec.structs.replace(report, state=RankState.ABSENT)
             for r, report in self.ranks.items()
             if r in ranks
         }
-        return replace(
-            self, nodes={**self.nodes, node: view}, ranks={**self.ranks, **unknown}
-        )
+        return replace(self, nodes={**self.nodes, node: view}, ranks={**self.ranks, **unknown})
 
     def seen(self, node: NodeId, now: float) -> Membership:
         """A sign of life."""

@@ -1,4 +1,5 @@
-"""The typed messages between coordinator, agents and ranks. Versioned; MessagePack on every wire; never a pickle.
+"""The typed messages between coordinator, agents and ranks. Versioned; MessagePack on every wire;
+never a pickle.
 
 Every message about a generation carries its number; receivers drop what is older, with an event.
 The report goes up, the order comes down, and one barrier (quiet up, start down) closes the round.
@@ -24,7 +25,8 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base: frozen, keyword-only, tagged by its class name."""
 
 
-# --- what a rank's process is told when it is made -------------------------------------------------------------
+# --- what a rank's process is told when it is made
+# -------------------------------------------------------------
 
 
 class JobSettings(_Message, frozen=True, kw_only=True):
@@ -46,7 +48,8 @@ class JobSettings(_Message, frozen=True, kw_only=True):
     faults: tuple[str, ...]
 
 
-# --- agent -> coordinator --------------------------------------------------------------------------------------
+# --- agent -> coordinator
+# --------------------------------------------------------------------------------------
 
 
 class RankState(StrEnum):
@@ -122,7 +125,9 @@ class EvidenceGiven(_Message, frozen=True, kw_only=True):
 
 
 class RankResumed(_Message, frozen=True, kw_only=True):
-    """A rank has restored its state and enters its first turn. Durations in seconds, of the rank's own clock."""
+    """A rank has restored its state and enters its first turn. Durations in seconds, of the rank's
+    own clock.
+    """
 
     generation: Generation
     rank: Rank
@@ -143,7 +148,9 @@ class FirstStepDone(_Message, frozen=True, kw_only=True):
 
 
 class TensorDigest(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The digest of one local tensor: where it lies in the global one, and the hash of its bytes."""
+    """The digest of one local tensor: where it lies in the global one, and the hash of its
+    bytes.
+    """
 
     name: str
     offsets: tuple[int, ...]
@@ -167,7 +174,9 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
-    """A node lives. Carries the progress of its ranks and what `run.log` said since the last one."""
+    """A node lives. Carries the progress of its ranks and what `run.log` said since the last
+    one.
+    """
 
     node: NodeId
     steps: dict[Rank, Step]
@@ -189,7 +198,8 @@ class Bye(_Message, frozen=True, kw_only=True):
     node: NodeId
 
 
-# --- coordinator -> agent --------------------------------------------------------------------------------------
+# --- coordinator -> agent
+# --------------------------------------------------------------------------------------
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -200,7 +210,9 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class Replacement(msgspec.Struct, frozen=True):
-    """This incarnation of the rank is to be ended, where it still lives, and followed by a fresh process."""
+    """This incarnation of the rank is to be ended, where it still lives, and followed by a fresh
+    process.
+    """
 
     rank: Rank
     incarnation: int
@@ -236,14 +248,17 @@ class ProbeRanks(_Message, frozen=True, kw_only=True):
 
 
 class FinishJob(_Message, frozen=True, kw_only=True):
-    """The job is over. With `finished` the ranks run on behind the resilient function; otherwise they end."""
+    """The job is over. With `finished` the ranks run on behind the resilient function; otherwise
+    they end.
+    """
 
     finished: bool
     exit_code: int
     reason: str
 
 
-# --- rank -> agent ---------------------------------------------------------------------------------------------
+# --- rank -> agent
+# ---------------------------------------------------------------------------------------------
 
 
 class RankEntered(_Message, frozen=True, kw_only=True):
@@ -311,7 +326,8 @@ class ProbeAnswer(_Message, frozen=True, kw_only=True):
     stack: str
 
 
-# --- agent -> rank ---------------------------------------------------------------------------------------------
+# --- agent -> rank
+# ---------------------------------------------------------------------------------------------
 
 
 class RankStart(_Message, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """The node's machine: its ranks' processes, their limits, their reports. `step(state, input, now)`.
 
-Owns: what the agent knows of its ranks; the reflexes that protect data (who does not leave is reported, then replaced
-on order). Does not own: decisions about the job, and any effect.
+Owns: what the agent knows of its ranks; the reflexes that protect data (who does not leave is
+reported, then replaced on order). Does not own: decisions about the job, and any effect.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]
 
 
 def _welcome(turn: NodeTurn, welcome: Welcome) -> None:
-    """Learn the job's settings and start what is missing; a second welcome changes nothing that runs."""
+    """Learn the job's settings and start what is missing; a second welcome changes nothing that
+    runs.
+    """
     settings = welcome.settings
     timeouts = solve_timeouts(
         device=settings.device,
@@ -163,7 +165,9 @@ def _welcome(turn: NodeTurn, welcome: Welcome) -> None:
 
 
 def _tell_again(turn: NodeTurn) -> None:
-    """What stands and might not have been heard, before the report of the levels that follow from it."""
+    """What stands and might not have been heard, before the report of the levels that follow from
+    it.
+    """
     for _, local in sorted(turn.state.ranks.items()):
         for milestone in local.milestones:
             turn.tell(milestone)
@@ -288,7 +292,8 @@ def _finish(turn: NodeTurn, order: FinishJob) -> None:
     turn.update(finish=order, finish_deadline=turn.now + after_s)
     for rank, local in sorted(turn.state.ranks.items()):
         if local.forking:
-            turn.set_rank(rank, forking=False)  # not waited for: a zygote may need long to get ready
+            # not waited for: a zygote may need long to get ready
+            turn.set_rank(rank, forking=False)
         if local.pid and local.state not in (RankState.ABSENT, RankState.GONE):
             turn.tell_rank(rank, RankFinish(finished=order.finished))
 
@@ -466,7 +471,9 @@ def _leave_overdue(turn: NodeTurn) -> None:
 
 
 def _start_overdue(turn: NodeTurn) -> None:
-    """A fresh process that never reaches the resilient function: code outside any loop has the ceiling."""
+    """A fresh process that never reaches the resilient function: code outside any loop has the
+    ceiling.
+    """
     limit_s = turn.timeouts.hang_ceiling_s
     for rank, local in sorted(turn.state.ranks.items()):
         is_late = turn.now - local.phase_since > limit_s

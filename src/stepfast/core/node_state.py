@@ -124,7 +124,9 @@ class CoordinatorLost:
 
 @dataclass(frozen=True, slots=True)
 class FromJob:
-    """Input: a message of the coordinator; `stopped_ranks` are those whose process the kernel shows as stopped."""
+    """Input: a message of the coordinator; `stopped_ranks` are those whose process the kernel shows
+    as stopped.
+    """
 
     message: FromCoordinator
     stopped_ranks: frozenset[Rank] = frozenset()
@@ -132,7 +134,9 @@ class FromJob:
 
 @dataclass(frozen=True, slots=True)
 class FromLocalRank:
-    """Input: a message of a rank's process; `snapshots` is what its slots hold, where that matters."""
+    """Input: a message of a rank's process; `snapshots` is what its slots hold, where that
+    matters.
+    """
 
     rank: Rank
     incarnation: int

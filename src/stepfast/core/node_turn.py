@@ -61,7 +61,9 @@ class NodeTurn:
         self.tell(Noted(node=self.state.node, topic=topic, text=text, rank=rank))
 
     def tell_report_if_changed(self) -> None:
-        """Say the node's levels where they differ from what was said last; steps alone travel with heartbeats."""
+        """Say the node's levels where they differ from what was said last; steps alone travel with
+        heartbeats.
+        """
         if not self.state.connected or self.state.settings is None:
             return
         report = NodeReport(

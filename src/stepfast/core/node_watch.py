@@ -1,6 +1,8 @@
-"""The node's watch over progress: phases, learned limits, suspicions, and the answers to "where are you?".
+"""The node's watch over progress: phases, learned limits, suspicions, and the answers to "where are
+you?".
 
-On a CPU a turn of the loop is progress. A suspicion is a level: repeated while it lasts, gone with the next progress.
+On a CPU a turn of the loop is progress. A suspicion is a level: repeated while it lasts, gone with
+the next progress.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Orders of the machines. The driver performs them in one fixed order: persist, send, act, record."""
+"""Orders of the machines. The driver performs them in one fixed order: persist, send, act,
+record.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class SendToNode:
-    """Coordinator: a message to an agent; dropped where the node is not connected (it is told again when it is)."""
+    """Coordinator: a message to an agent; dropped where the node is not connected (it is told again
+    when it is).
+    """
 
     node: NodeId
     message: FromCoordinator

@@ -1,4 +1,6 @@
-"""Which node holds which rank. Ranks stay where they are; a move happens only where membership forces it."""
+"""Which node holds which rank. Ranks stay where they are; a move happens only where membership
+forces it.
+"""
 
 from __future__ import annotations
 

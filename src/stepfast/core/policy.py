@@ -41,7 +41,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A bucket of restarts: refilled by time (`per_hour`) and by progress (one for each step never reached before)."""
+    """A bucket of restarts: refilled by time (`per_hour`) and by progress (one for each step never
+    reached before).
+    """
 
     per_hour: int
     tokens: float
@@ -82,7 +84,9 @@ class Repeat:
 def decide(
     fault: Fault, *, repeat: Repeat, budget: Budget, recovery_on: bool, job_has_stepped: bool
 ) -> Decision:
-    """The decision about one incident's chief cause. `repeat` and `budget` already count this fault."""
+    """The decision about one incident's chief cause. `repeat` and `budget` already count this
+    fault.
+    """
     if _is_user_exception(fault):
         assert fault.error is not None
         what = _in_words(fault.error)
@@ -118,7 +122,9 @@ def _in_words(error: ExceptionReport) -> str:
 
 
 def _is_refusal(error: ExceptionReport) -> bool:
-    """stepfast's own refusal (no memory for the slots, say): it will not heal by trying again here."""
+    """stepfast's own refusal (no memory for the slots, say): it will not heal by trying again
+    here.
+    """
     return error.type.startswith("stepfast.") and error.error_class is ErrorClass.IO
 
 

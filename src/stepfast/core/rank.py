@@ -4,9 +4,9 @@
                    ^          | raised or told to leave
                    +- LEAVING <
 
-Owns: when the main thread is woken, released, or the process ended. Does not own: threads, signals, groups.
-Invariants: the main thread runs user code only while ACTIVE or LEAVING; a generation is left once and reported quiet
-once; an order of an older generation changes nothing.
+Owns: when the main thread is woken, released, or the process ended. Does not own: threads, signals,
+groups. Invariants: the main thread runs user code only while ACTIVE or LEAVING; a generation is
+left once and reported quiet once; an order of an older generation changes nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from stepfast.core.outputs import (
 from stepfast.core.terms import NO_GENERATION, Generation, Rank, Step
 from stepfast.errors import EXIT_TRY_AGAIN
 
-_SIGNAL_INTERVAL_S = 0.02  # a signal can be swallowed (a destructor, a callback); it is sent until the thread arrives
+# a signal can be swallowed (a destructor, a callback); it is sent until the thread arrives
+_SIGNAL_INTERVAL_S = 0.02
 
 
 class Place(StrEnum):
@@ -181,7 +182,8 @@ def _raised(
     if state.place in (Place.ENTERING, Place.ENDING):
         return state, (told,)  # the script failed outside the function; the process ends by it
     if state.place is Place.LEAVING:
-        # Told to leave already: what rises now is mostly a consequence. Said, and not held against anybody.
+        # Told to leave already: what rises now is mostly a consequence. Said, and not held against
+        # anybody.
         text = f"{given.error.type}: {given.error.message}"
         quiet = given.error.error_class is ErrorClass.COLLECTIVE
         note = () if quiet else (SendToAgent(RankNoted(topic="raised while leaving", text=text)),)
@@ -192,7 +194,9 @@ def _raised(
 
 
 def _arrived(state: ProcessState) -> tuple[ProcessState, tuple[Output, ...]]:
-    """The main thread is in the wrapper; it dissolves the groups next and then says that it is quiet."""
+    """The main thread is in the wrapper; it dissolves the groups next and then says that it is
+    quiet.
+    """
     return replace(state, signal_at=None), ()
 
 
@@ -247,7 +251,9 @@ def _leave(
 def _finish(
     state: ProcessState, order: RankFinish, now: float
 ) -> tuple[ProcessState, tuple[Output, ...]]:
-    """Finished: go on behind the function. Otherwise get out and end; a script not yet entered ends at once."""
+    """Finished: go on behind the function. Otherwise get out and end; a script not yet entered ends
+    at once.
+    """
     match state.place:
         case Place.ENTERING | Place.ENDING:
             if order.finished:

@@ -16,7 +16,9 @@ _OPENINGS_MAX = 256  # slots hold the newest few steps, so older openings cannot
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The openings so far: generation g went on from step s, so older states newer than s are void."""
+    """The openings so far: generation g went on from step s, so older states newer than s are
+    void.
+    """
 
     openings: tuple[tuple[Generation, Step], ...] = ()
 
@@ -35,7 +37,9 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """Where the generation resumes: `sources` names for each rank the sealed slot it reads; all of one step."""
+    """Where the generation resumes: `sources` names for each rank the sealed slot it reads; all of
+    one step.
+    """
 
     step: Step
     sources: Mapping[Rank, SnapshotId]
@@ -44,7 +48,8 @@ class RestorePlan:
 def choose_step(held: Mapping[Rank, Iterable[SnapshotId]], lineage: Lineage) -> RestorePlan | None:
     """The newest step that every rank holds on this lineage; None where there is none.
 
-    Where a rank holds one step under several generations the newest generation is read: they are the same state.
+    Where a rank holds one step under several generations the newest generation is read: they are
+    the same state.
     """
     by_rank = {
         rank: _newest_by_step(snapshots, lineage) for rank, snapshots in sorted(held.items())

@@ -46,9 +46,11 @@ def solve_timeouts(
     hang_ceiling_s: float = 600.0,
     heartbeat_interval_s: float = 0.5,
 ) -> Timeouts:
-    """Derive all limits; raise ConfigError that names the rule where the inputs contradict each other.
+    """Derive all limits; raise ConfigError that names the rule where the inputs contradict each
+    other.
 
-    `device` is "cpu" or "cuda": on CUDA the host runs ahead of the device and collectives take longer to abort.
+    `device` is "cpu" or "cuda": on CUDA the host runs ahead of the device and collectives take
+    longer to abort.
     """
     on_cpu = device == "cpu"
     floor_s = hang_floor_s if hang_floor_s is not None else (2.0 if on_cpu else 60.0)

@@ -19,7 +19,8 @@ from stepfast.events import (
     Recovered,
 )
 
-# A line that begins with this is a progress line: `stepfast run` shows the newest one in place on a terminal.
+# A line that begins with this is a progress line: `stepfast run` shows the newest one in place on a
+# terminal.
 PROGRESS_MARK = "\x1e"
 # A line that begins with this is shown after everything else of the job.
 LAST_WORDS_MARK = "\x1d"

@@ -1,7 +1,8 @@
 """The one driver: feeds a machine and performs its outputs, in production and in simulation alike.
 
-Outputs of one step are performed in a fixed order: persist, send, act, record. So what was decided is durable before
-anybody hears of it, and others act on it before this process spends time on its own records.
+Outputs of one step are performed in a fixed order: persist, send, act, record. So what was decided
+is durable before anybody hears of it, and others act on it before this process spends time on its
+own records.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def in_order(outputs: tuple[Output, ...]) -> list[Output]:
 
 
 class Driver(Generic[S, I]):
-    """Holds a machine's state. Not thread-safe: one owner feeds it, or a lock around `feed` does."""
+    """Holds a machine's state. Not thread-safe: one owner feeds it, or a lock around `feed`
+    does.
+    """
 
     def __init__(
         self,

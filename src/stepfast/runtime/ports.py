@@ -26,5 +26,7 @@ class FaultPoints(Protocol):
         ...
 
     def reach(self, point: str, step: int) -> None:
-        """Called at `forward`, `backward`, `optimizer`, `boundary` and `recovery` of `step`; may not return."""
+        """Called at `forward`, `backward`, `optimizer`, `boundary` and `recovery` of `step`; may
+        not return.
+        """
         ...

@@ -101,7 +101,8 @@ class CoordinatorLink:
             compression=None,
             proxy=None,
         ) as connection:
-            self._outbox.clear()  # levels of before are said anew by the hello and the report after it
+            # levels of before are said anew by the hello and the report after it
+            self._outbox.clear()
             self.is_connected = True
             self._on_connected()
             writing = asyncio.create_task(self._write(connection))

@@ -1,7 +1,8 @@
 """A tracked loader: an iterator over its epochs whose position is state.
 
 Owns: the epoch, the loader's iterator and its workers. Does not own: the loader's own state format.
-Invariants: an iterator never outlives its generation; the sampler knows the epoch before the epoch's first sample.
+Invariants: an iterator never outlives its generation; the sampler knows the epoch before the
+epoch's first sample.
 """
 
 from __future__ import annotations
@@ -52,21 +53,25 @@ class TrackedLoader:
                 try:
                     return next(self._iterator)
                 except StopIteration:
-                    # A position restored behind the last batch ends at once: at most one more epoch is tried.
+                    # A position restored behind the last batch ends at once: at most one more epoch
+                    # is tried.
                     self._iterator = None
                     self.epoch += 1
         raise ScriptError(f"the tracked loader {self._name!r} yields no batch in a whole epoch")
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and the loader's own position; asking an unused loader would start its workers, so it is not asked."""
+        """Epoch and the loader's own position; asking an unused loader would start its workers, so
+        it is not asked.
+        """
         position = None if self._iterator is None else self._loader.state_dict()
         return {"epoch": self.epoch, "loader": position, "rng_before": self._rng_before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the old iterator and its workers are gone first.
 
-        The new iterator is made here, from the generator's state at the epoch's beginning: making one draws from the
-        generator, and its workers get their seeds from that draw. The caller restores the generator afterwards.
+        The new iterator is made here, from the generator's state at the epoch's beginning: making
+        one draws from the generator, and its workers get their seeds from that draw. The caller
+        restores the generator afterwards.
         """
         self.drop()
         self.epoch = int(state["epoch"])

@@ -43,7 +43,8 @@ class _Attached:
 
 def run_rank(sock: socket.socket, script: str, script_args: list[str]) -> int:
     """Run the script as a rank of a job; called in a fresh fork of the zygote. The exit code."""
-    # As in a fresh interpreter, whatever the zygote's imports drew: torch begins at its own fixed seed.
+    # As in a fresh interpreter, whatever the zygote's imports drew: torch begins at its own fixed
+    # seed.
     torch.default_generator.manual_seed(_TORCH_SEED)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
@@ -138,5 +139,6 @@ def _run_plain(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[s
         run.finish()
     finally:
         if ours and sys.exc_info()[0] is None:
-            dist.destroy_process_group()  # not on the error path: a collective teardown would hide the error
+            # not on the error path: a collective teardown would hide the error
+            dist.destroy_process_group()
     return result

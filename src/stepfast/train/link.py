@@ -1,7 +1,8 @@
 """The rank's end of the socket to its agent: whole messages, never a block of the training loop.
 
-Owns: the socket, the outbox. Does not own: what is said (`core.rank`, `train.session`) or the thread that reads.
-Invariant: messages leave in the order in which they were given; what does not fit the socket's buffer waits, bounded.
+Owns: the socket, the outbox. Does not own: what is said (`core.rank`, `train.session`) or the
+thread that reads. Invariant: messages leave in the order in which they were given; what does not
+fit the socket's buffer waits, bounded.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class AgentLink:
         return bool(self._outbox)
 
     def send(self, message: FromRank) -> None:
-        """Send now if there is room, else when there is. Logged values are the first to go when nobody reads."""
+        """Send now if there is room, else when there is. Logged values are the first to go when
+        nobody reads.
+        """
         data = RANK_TO_AGENT.encode(message)
         with self._lock:
             if not self._outbox and self._try_send(data):
@@ -74,7 +77,9 @@ class AgentLink:
             return
 
     def receive(self) -> ToRank | None:
-        """The next message; None where there is none yet. Raises EOFError when the agent is gone."""
+        """The next message; None where there is none yet. Raises EOFError when the agent is
+        gone.
+        """
         try:
             data = self._socket.recv(AGENT_TO_RANK.bytes_max + 1)
         except BlockingIOError:

@@ -1,8 +1,9 @@
-"""The monitor thread: hears the agent, wakes the main thread, and ends the process when nobody is left to.
+"""The monitor thread: hears the agent, wakes the main thread, and ends the process when nobody is
+left to.
 
 Owns: the rank machine's driver, the signal that raises `Interrupted`, the flag that says "leave".
-Does not own: process groups (`train.groups`) or the loop (`train.session`).
-Invariants: `Interrupted` rises only in user code, never in a shielded part of stepfast; the flag is set before
+Does not own: process groups (`train.groups`) or the loop (`train.session`). Invariants:
+`Interrupted` rises only in user code, never in a shielded part of stepfast; the flag is set before
 anything is aborted.
 """
 
@@ -48,7 +49,9 @@ Order = RankStart | RankLeave | RankFinish
 
 
 class Monitor:
-    """One per process. The main thread calls `feed`, `wait_for_order`, `check`, `shield`, `user_code`."""
+    """One per process. The main thread calls `feed`, `wait_for_order`, `check`, `shield`,
+    `user_code`.
+    """
 
     def __init__(
         self,
@@ -81,7 +84,9 @@ class Monitor:
         self._thread.start()
 
     def set_abort(self, abort: Callable[[], object]) -> None:
-        """What wakes the pending collectives of the present generation; safe from any thread, safe to repeat."""
+        """What wakes the pending collectives of the present generation; safe from any thread, safe
+        to repeat.
+        """
         self._abort = abort
 
     # --- the main thread's side ------------------------------------------------------------------

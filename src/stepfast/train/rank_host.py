@@ -1,8 +1,8 @@
 """What a `Run` finds under an agent: this rank's place, groups, slots and watch.
 
-Owns: snapshots at step boundaries, restoring, the bound on drift, the account of what each phase took.
-Does not own: the way through generations (`train.wrapper`), the format of slots (`checkpoint`).
-Invariant: a snapshot is taken only while its generation stands.
+Owns: snapshots at step boundaries, restoring, the bound on drift, the account of what each phase
+took. Does not own: the way through generations (`train.wrapper`), the format of slots
+(`checkpoint`). Invariant: a snapshot is taken only while its generation stands.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class RankHost:
         """Code that no signal may tear apart."""
         return self._monitor.shield()
 
-    # --- groups ------------------------------------------------------------------------------------
+    # --- groups
+    # ------------------------------------------------------------------------------------
 
     @contextmanager
     def forming_groups(self) -> Iterator[None]:
@@ -153,7 +154,8 @@ class RankHost:
         assert self.groups is not None, "inside a generation"
         return self.groups.recording()
 
-    # --- state -------------------------------------------------------------------------------------
+    # --- state
+    # -------------------------------------------------------------------------------------
 
     def attach_state(self) -> None:
         """Restore from this rank's own slot; where the job begins, slots are only made ready."""
@@ -192,7 +194,8 @@ class RankHost:
         tracked = self.kept.tracked
         return digests_of(tracked.tree.local_digests()) if tracked is not None else ()
 
-    # --- the loop ----------------------------------------------------------------------------------
+    # --- the loop
+    # ----------------------------------------------------------------------------------
 
     def begin_steps(self) -> Step:
         """Generators last, then the first boundary."""
@@ -256,7 +259,9 @@ class RankHost:
             self.kept.step = step
 
     def _bound_drift(self) -> None:
-        """Where a turn had no collective over all ranks, nothing but this bounds how far ranks run apart."""
+        """Where a turn had no collective over all ranks, nothing but this bounds how far ranks run
+        apart.
+        """
         account = self.account
         if self.world_size > 1 and self._world_operations() == account.world_operations:
             dist.barrier()

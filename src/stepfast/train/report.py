@@ -25,7 +25,9 @@ _GLOO_WORDS = ("gloo/", "Connection closed by peer", "Connection reset by peer",
 
 
 def report_of(error: BaseException, *, forming: bool = False) -> ExceptionReport:
-    """The exception as text. `forming`: it rose while groups were made, where peers explain most."""
+    """The exception as text. `forming`: it rose while groups were made, where peers explain
+    most.
+    """
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     text = "".join(lines)
     if len(text) > _TRACEBACK_CHARS_MAX:
@@ -67,7 +69,9 @@ def class_of(error: BaseException) -> ErrorClass:
 
 
 def forget_frames(error: BaseException) -> None:
-    """Let go of every frame that the exception holds, so that no tensor of the failed step lives on."""
+    """Let go of every frame that the exception holds, so that no tensor of the failed step lives
+    on.
+    """
     for link in _chain(error):
         if link.__traceback__ is not None:
             traceback.clear_frames(link.__traceback__)

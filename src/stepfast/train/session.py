@@ -95,10 +95,11 @@ class Run:
         return init_device_mesh(self.device.type, shape, mesh_dim_names=names)
 
     def once(self, build: Callable[[Run], T]) -> T:
-        """`build(run)`, called once for each process and world layout, kept across restarts in process.
+        """`build(run)`, called once for each process and world layout, kept across restarts in
+        process.
 
-        What it returns should hold everything that is expensive to make again. Groups and meshes made
-        meanwhile are made again, in order, when the result is kept.
+        What it returns should hold everything that is expensive to make again. Groups and meshes
+        made meanwhile are made again, in order, when the result is kept.
         """
         if self._building:
             raise ScriptError(
@@ -169,7 +170,9 @@ class Run:
         return namespace
 
     def steps(self, total: int) -> Iterator[int]:
-        """The loop's steps: from where the job stands up to `total`. One turn is one optimizer step."""
+        """The loop's steps: from where the job stands up to `total`. One turn is one optimizer
+        step.
+        """
         if self._stepping:
             raise ScriptError("run.steps was called twice; a job has one loop of steps")
         if self._host.kept.tracked is None:
@@ -207,10 +210,11 @@ class Run:
         self._host.section_ended(name, time.monotonic() - began)
 
     def log(self, **values: Any) -> None:
-        """Numbers of this turn. Never synchronises the device; delivered once, when the turn is whole.
+        """Numbers of this turn. Never synchronises the device; delivered once, when the turn is
+        whole.
 
-        Rank 0's are shown and recorded; other ranks may call it and are not heard. Values are numbers,
-        strings, or tensors of one element; a sharded tensor has to be reduced first.
+        Rank 0's are shown and recorded; other ranks may call it and are not heard. Values are
+        numbers, strings, or tensors of one element; a sharded tensor has to be reduced first.
         """
         if self.rank == 0:
             self._log.put(self._step, values)

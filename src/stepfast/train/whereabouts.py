@@ -1,4 +1,5 @@
-"""Where the main thread is, read from another thread: evidence for a suspected hang, never a verdict.
+"""Where the main thread is, read from another thread: evidence for a suspected hang, never a
+verdict.
 
 Owns: the reading of frames. Does not own: limits and judgement (`core.faults`).
 """
@@ -23,7 +24,9 @@ _AUTOGRAD_FILE = "/torch/autograd/"
 
 
 class Whereabout:
-    """What the main thread says of itself (a plain attribute, so that saying it costs nothing), and its frames."""
+    """What the main thread says of itself (a plain attribute, so that saying it costs nothing), and
+    its frames.
+    """
 
     def __init__(self) -> None:
         """Nowhere in particular."""
@@ -55,8 +58,8 @@ def _read(frame: FrameType) -> Whereabouts:
         return Whereabouts.COMPILE
     innermost = files[0]
     if any(part in innermost for part in _COLLECTIVE_FILES) or _AUTOGRAD_FILE in innermost:
-        # Inside autograd's engine no frame tells a kernel from a wait in a reducer's hook; the one behind is found
-        # by the number of collectives begun.
+        # Inside autograd's engine no frame tells a kernel from a wait in a reducer's hook; the one
+        # behind is found by the number of collectives begun.
         return Whereabouts.COLLECTIVE
     return Whereabouts.USER
 

@@ -1,9 +1,8 @@
 """The resilient function's wrapper: one process's way through generations.
 
-Owns: the main thread's loop (wait, form, run, leave). Does not own: when to leave (`core.rank`), what a
-`Run` finds there (`train.rank_host`).
-Invariants: user code runs only inside a generation; after a generation nothing of it is left: no group,
-no iterator, no frame.
+Owns: the main thread's loop (wait, form, run, leave). Does not own: when to leave (`core.rank`),
+what a `Run` finds there (`train.rank_host`). Invariants: user code runs only inside a generation;
+after a generation nothing of it is left: no group, no iterator, no frame.
 """
 
 from __future__ import annotations
@@ -50,7 +49,9 @@ class RankProcess:
     def __init__(
         self, link: AgentLink, make_faults: FaultsMaker, environment: MutableMapping[str, str]
     ) -> None:
-        """Take over the link and listen; `environment` is what launchers' variables are put into."""
+        """Take over the link and listen; `environment` is what launchers' variables are put
+        into.
+        """
         self._make_faults = make_faults
         self._environment = environment
         self._rng_first: RngState | None = None
