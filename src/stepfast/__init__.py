@@ -18,6 +18,11 @@ __version__ = "0.1.0"
 __all__ = ["Interrupted", "Run", "__version__", "resilient"]
 
 
+def __dir__() -> list[str]:
+    """The public names, those that are loaded on first use too."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Load the user's side on first use."""
     if name == "resilient":

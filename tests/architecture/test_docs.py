@@ -99,7 +99,7 @@ def test_links_resolve():
 
 
 def test_documented_commands_parse():
-    from stepfast.cli import build_parser
+    from stepfast.cli.parser import build_parser
 
     refused = []
     for path in files(".md"):

@@ -40,7 +40,7 @@ def test_the_version_is_that_of_the_project():
 
 
 def test_cli_flags_are_frozen():
-    from stepfast.cli import build_parser
+    from stepfast.cli.parser import build_parser
 
     frozen = CLI_FLAGS.read_text(encoding="utf-8")
     assert "\n".join(flags_of(build_parser())) + "\n" == frozen, __doc__
@@ -70,6 +70,6 @@ def _argument(action: argparse.Action) -> str:
 
 
 if __name__ == "__main__":
-    from stepfast.cli import build_parser
+    from stepfast.cli.parser import build_parser
 
     print("\n".join(flags_of(build_parser())))

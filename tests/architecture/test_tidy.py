@@ -35,13 +35,17 @@ BROAD_EXCEPTS = {
     "src/stepfast/train/birth.py::_leave": "the end of a process: exit functions are foreign code",
     "src/stepfast/train/preload.py::_report_and_exit": "the last frame of a throw-away child",
     "src/stepfast/train/preload.py::try_import": "a foreign import may fail in any way",
+    "src/stepfast/train/entry.py::run_rank": "the user's script may raise anything: it is a fault",
+    "src/stepfast/train/wrapper.py::RankProcess._outcome": "the same for the user's function",
+    "src/stepfast/train/report.py::_message": "the text of a user's exception is user code",
+    "src/stepfast/train/forming.py::Helper._run": "handed to the thread that waits for it",
 }
 BROAD_EXCEPTS_PER_LINE = 0.5 / 1000
 BROAD_EXCEPTS_WHILE_SMALL = 8  # as many as 16,000 lines may have
 
 # Settings are read from the environment at the door alone; others only make an environment.
 ENVIRONMENT_USERS = {
-    "src/stepfast/cli.py": "the door",
+    "src/stepfast/cli/main.py": "the door",
     "src/stepfast/train/entry.py": "the door of python and torchrun",
     "src/stepfast/agent/zygotes.py": "gives the agent's environment on to the zygote",
     "src/stepfast/train/birth.py": "gives a forked rank the environment that an exec would have",
@@ -50,8 +54,6 @@ ENVIRONMENT_USERS = {
 }
 # print is for what has a console (and files named so); everything else records events.
 PRINTERS = {
-    "src/stepfast/cli.py": "the door",
-    "src/stepfast/__main__.py": "the door",
     "src/stepfast/train/birth.py": "what a script said with sys.exit, as the interpreter prints it",
 }
 

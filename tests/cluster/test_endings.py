@@ -232,7 +232,7 @@ def test_off_loopback_a_token_is_needed_and_a_wrong_one_refused(tmp_path: Path):
     assert "the right one" not in job.console + (job.directory / "events.jsonl").read_text()
 
 
-def test_a_failed_job_ends_every_process_non_zero(tmp_path: Path):
+def test_a_stop_while_a_node_is_missing_ends_all_parts(tmp_path: Path):
     """A stop of the coordinator while it waits for a node that never comes."""
     port = free_tcp_port()
     with coordinator(tmp_path, "--listen", f"127.0.0.1:{port}", "--nodes", 2) as job:

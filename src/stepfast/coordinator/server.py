@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import uvicorn
 from starlette.applications import Starlette
@@ -60,6 +60,15 @@ class _Peer:
             message = await self.outbox.get()
             await self.websocket.send_bytes(COORDINATOR_TO_AGENT.encode(message))
             self.outbox.task_done()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours end the job in order, and the server with it."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
 
 
 class JobServer:
@@ -114,9 +123,7 @@ class JobServer:
             ws_ping_interval=None,
             timeout_graceful_shutdown=1,
         )
-        server = uvicorn.Server(config)
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]  # ours end the job in order
-        server.capture_signals = suppress  # type: ignore[assignment,method-assign]  # same, newer uvicorn
+        server = _Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         ticking = asyncio.create_task(self._tick())
         ended = asyncio.create_task(self._ended.wait())

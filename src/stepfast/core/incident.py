@@ -23,6 +23,7 @@ class Incident:
     reached_by_rank: Mapping[Rank, Step]  # what each rank had completed when it was stopped
     pids_before: Mapping[Rank, int]
     faults: tuple[Fault, ...] = ()
+    round_at: float = 0.0  # when the first fault came that no decision covers yet
     decided_faults: int = 0  # how many of them the last decision covers
     first_round: int = 0  # how many of them the first decision covered
     condemned: Mapping[Rank, int] = field(default_factory=dict)  # up to this incarnation: replaced
@@ -33,9 +34,17 @@ class Incident:
     resumed: Mapping[Rank, RankResumed] = field(default_factory=dict)
     stepped: Mapping[Rank, FirstStepDone] = field(default_factory=dict)
 
-    def joined_by(self, fault: Fault) -> Incident:
+    def joined_by(self, fault: Fault, now: float) -> Incident:
         """One more fault; whatever had been resumed counts no more."""
-        return replace(self, faults=(*self.faults, fault), quiet_at=None, resumed={}, stepped={})
+        is_first_of_round = self.decided_faults == len(self.faults)
+        return replace(
+            self,
+            faults=(*self.faults, fault),
+            round_at=now if is_first_of_round else self.round_at,
+            quiet_at=None,
+            resumed={},
+            stepped={},
+        )
 
     @property
     def replaced(self) -> frozenset[Rank]:
@@ -83,7 +92,8 @@ class Incident:
     @property
     def only_collateral(self) -> bool:
         """Whether no root cause is known yet for the faults that came since the last decision."""
-        return all(is_collateral(f) for f in self.faults[self.decided_faults :])
+        undecided = self.faults[self.decided_faults :]
+        return bool(undecided) and all(is_collateral(f) for f in undecided)
 
 
 def recovered_event(

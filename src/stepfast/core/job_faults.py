@@ -124,7 +124,7 @@ def _with_fault(state: JobState, fault: Fault, now: float) -> Incident:
             },
             pids_before={r: report.pid for r, report in ranks.items()},
         )
-    incident = incident.joined_by(fault)
+    incident = incident.joined_by(fault, now)
     if fault.rank is None:
         return incident
     reached = max(incident.reached_by_rank.get(fault.rank, Step(0)), fault.step)
@@ -251,7 +251,7 @@ def settled(turn: Turn) -> bool:
     assert incident is not None, "recovering without an incident"
     _note_times(turn)
     collecting = (
-        incident.only_collateral and turn.now - incident.opened_at < state.timeouts.collect_window_s
+        incident.only_collateral and turn.now - incident.round_at < state.timeouts.collect_window_s
     )
     is_decided_early = state.settings.recovery != "on"  # nobody need be got back for an end
     if collecting or not (is_decided_early or _all_at_barrier(state)):

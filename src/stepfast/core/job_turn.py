@@ -33,7 +33,7 @@ class Turn:
 
     def update(self, **changes: object) -> None:
         """Replace fields of the state."""
-        self.state = replace(self.state, **changes)  # type: ignore[arg-type]  # names checked by replace itself
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]  # replace checks
 
     def emit(self, output: Output) -> None:
         """Add an output."""
@@ -75,6 +75,7 @@ class Turn:
             status=status, exit_code=exit_code, reason=reason, deadline=deadline, fault=fault
         )
         self.update(end=end, phase=Phase.ENDING)
+        self._persist_what_was_recorded()  # or it would stand behind the end in the journal
         self.persist(
             JobEnded(
                 status=status, exit_code=exit_code, reason=reason, steps=steps, final_digest=digest
@@ -82,6 +83,9 @@ class Turn:
         )
         for node in self.state.membership.connected_nodes:
             self.send(node, self.finish_message())
+
+    def _persist_what_was_recorded(self) -> None:
+        self.outputs = [Persist(o.event) if isinstance(o, Record) else o for o in self.outputs]
 
     def _stop_waiting(self, deadline: float) -> None:
         """The job has finished, but its user will not wait for code behind the resilient

@@ -76,7 +76,7 @@ class Membership:
         return self._with(node, store_port=None)
 
     def _with(self, node: NodeId, **changes: object) -> Membership:
-        view = replace(self.nodes[node], **changes)  # type: ignore[arg-type]  # names checked by replace itself
+        view = replace(self.nodes[node], **changes)  # type: ignore[arg-type]  # replace checks
         return replace(self, nodes={**self.nodes, node: view})
 
     @property

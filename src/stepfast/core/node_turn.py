@@ -36,11 +36,12 @@ class NodeTurn:
 
     def update(self, **changes: object) -> None:
         """Replace fields of the state."""
-        self.state = replace(self.state, **changes)  # type: ignore[arg-type]  # names checked by replace itself
+        self.state = replace(self.state, **changes)  # type: ignore[arg-type]  # replace checks
 
     def set_rank(self, rank: Rank, **changes: object) -> LocalRank:
         """Replace fields of one local rank."""
-        local = replace(self.state.ranks[rank], **changes)  # type: ignore[arg-type]  # names checked by replace itself
+        local = self.state.ranks[rank]
+        local = replace(local, **changes)  # type: ignore[arg-type]  # replace checks
         self.update(ranks={**self.state.ranks, rank: local})
         return local
 

@@ -58,7 +58,7 @@ def run_rank(sock: socket.socket, script: str, script_args: list[str]) -> int:
         return _refuse(
             process, ScriptError(f"the script ended with {ending.code!r} before training")
         )
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the script may raise anything; it becomes a fault
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the script's; it becomes a fault
         return _refuse(process, error)
     if not _Attached.entered:
         hint = "decorate the training function with @stepfast.resilient and call it"
@@ -104,7 +104,10 @@ def resilient(function: Callable[Concatenate[Run, P], R]) -> Callable[P, R]:
             )
         _Attached.entered = True
         if _Attached.rank is not None:
-            stay = lambda run: function(run, *args, **kwargs)  # noqa: E731 - one call, with its arguments
+
+            def stay(run: Run) -> R:
+                return function(run, *args, **kwargs)
+
             return _Attached.rank.run(stay)  # type: ignore[no-any-return]  # the function's own
         return _run_plain(function, args, kwargs)
 

@@ -82,13 +82,14 @@ class Run:
         kept = self._host.kept.meshes.get(key)
         if kept is not None:
             self._revive(kept)
-            return kept.value  # type: ignore[no-any-return]  # only meshes are put there
+            return kept.value  # type: ignore[no-any-return]  # a mesh
         if self._building:
             mesh, record = self._make_mesh(*key), None
         else:
             with self._host.recording() as record:
                 mesh = self._make_mesh(*key)
-        self._host.kept.meshes[key] = Built(mesh, record)  # type: ignore[arg-type]  # a Record or None
+        built = Built(mesh, record)  # type: ignore[arg-type]  # a Record or None
+        self._host.kept.meshes[key] = built
         return mesh
 
     def _make_mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -115,7 +116,7 @@ class Run:
             assert self._host.kept.tracked is not None, "kept with its state"
             torch_private.reset_after_interrupt(self._host.kept.tracked.modules, kept.flags)
             self._host.attach_state()
-        return kept.value  # type: ignore[no-any-return]  # what the same function returned before
+        return kept.value  # type: ignore[no-any-return]  # the same function's result
 
     def _build(self, name: str, build: Callable[[Run], T]) -> T:
         tracked_before = self._host.kept.tracked
@@ -125,7 +126,7 @@ class Run:
                 value = build(self)
             finally:
                 self._building = False
-        built = Built(value, record)  # type: ignore[arg-type]  # a Record, or None in a plain script
+        built = Built(value, record)  # type: ignore[arg-type]  # a Record or None
         tracked = self._host.kept.tracked
         if tracked is not tracked_before and tracked is not None:
             built.has_state = True

@@ -106,7 +106,7 @@ class RankProcess:
         except Interrupted as interrupted:
             forget_frames(interrupted)
             return MainInterrupted()
-        except BaseException as error:  # noqa: BLE001 - user code may raise anything; it becomes a fault
+        except BaseException as error:  # noqa: BLE001 - the user's; it becomes a fault
             report = report_of(error, forming=host.is_forming)
             sys.stderr.write(_shown(report))
             forget_frames(error)

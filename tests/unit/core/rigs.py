@@ -18,6 +18,7 @@ from stepfast.core.messages import (
     HangSuspected,
     Heartbeat,
     Hello,
+    Interrupt,
     JobSettings,
     NodeReport,
     RankReport,
@@ -116,7 +117,7 @@ class Rig:
         self.log.append((self.now, given, self.outputs))
         return self.outputs
 
-    def all_of(self, kind: type) -> list[Any]:
+    def all_of(self, kind: Any) -> list[Any]:
         """Every output, message or event of this type since the beginning."""
         found = []
         for _, _, outputs in self.log:
@@ -125,7 +126,7 @@ class Rig:
                 found += [x for x in (output, inner) if isinstance(x, kind)]
         return found
 
-    def now_of(self, kind: type) -> list[Any]:
+    def now_of(self, kind: Any) -> list[Any]:
         """The same of the last step alone."""
         whole, self.log = self.log, self.log[-1:]
         found = self.all_of(kind)
@@ -312,6 +313,21 @@ class JobRig(Rig):
         membership = replace(self.state.membership, nodes=nodes)
         self.state = replace(self.state, membership=membership)
         return self.feed(Tick())
+
+    def tick_raw(self) -> list[Output]:
+        """Time goes by, and who has not spoken is silent."""
+        return self.feed(Tick())
+
+    def state_orders(self, node_number: int) -> Any:
+        """Whom the node was last told to replace."""
+        told = [
+            o.message
+            for o in self.outputs
+            if isinstance(o, SendToNode)
+            and o.node == node_number
+            and isinstance(o.message, Interrupt)
+        ]
+        return told[-1].replace
 
     def lose(self, node_number: int) -> list[Output]:
         return self.feed(NodeConnectionLost(NodeId(node_number), "the connection ended"))

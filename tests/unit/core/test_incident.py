@@ -100,7 +100,7 @@ def test_a_process_is_condemned_with_all_before_it():
 
 def test_all_causes_are_named_and_the_first_rounds_chief_names_the_incident():
     made = incident(faults=(fault(FaultKind.COLLECTIVE, 0), fault(FaultKind.HANG, 1))).decided()
-    made = made.joined_by(fault(FaultKind.KILL, 0, generation=Generation(2)))
+    made = made.joined_by(fault(FaultKind.KILL, 0, generation=Generation(2)), 101.0)
     event = closed(made)
     assert (event.kind, event.rank) == ("hang", 1)
     assert [(c.kind, c.rank) for c in event.causes] == [("hang", 1), ("kill", 0)]
@@ -108,15 +108,19 @@ def test_all_causes_are_named_and_the_first_rounds_chief_names_the_incident():
 
 def test_only_faults_since_the_last_decision_are_undecided():
     made = incident(faults=(fault(FaultKind.KILL, 0),)).decided()
-    made = made.joined_by(fault(FaultKind.COLLECTIVE, 1))
+    made = made.joined_by(fault(FaultKind.COLLECTIVE, 1), 101.0)
     assert made.only_collateral
+    assert made.round_at == 101.0
+    assert not made.decided().only_collateral, "what is decided waits for no cause"
     assert made.undecided_chief.kind is FaultKind.COLLECTIVE
-    assert made.joined_by(fault(FaultKind.EXCEPTION, 0)).undecided_chief.kind == "exception"
+    made = made.joined_by(fault(FaultKind.EXCEPTION, 0), 102.0)
+    assert made.undecided_chief.kind is FaultKind.EXCEPTION
+    assert made.round_at == 101.0, "the window begins with its first fault"
 
 
 def test_a_fault_that_joins_makes_resumed_ranks_count_no_more():
     made = replace(incident(), resumed=resumed(5), quiet_at=101.0)
-    joined = made.joined_by(fault(FaultKind.KILL))
+    joined = made.joined_by(fault(FaultKind.KILL), 102.0)
     assert not joined.resumed and not joined.stepped
     assert joined.quiet_at is None
 
