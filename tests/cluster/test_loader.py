@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.harness import SCRIPTS, Job, assert_survivors_kept, run_job
+from cluster.harness import SCRIPTS, Job, assert_survivors_kept, finish, start_job
 
 SCRIPT = SCRIPTS / "loading.py"
 STEPS, STEPS_OF_AN_EPOCH, SAMPLES = 40, 12, 96
@@ -24,7 +24,11 @@ FAULTS = (
 def run_with(directory: Path, faults: tuple[str, ...]) -> Job:
     directory.mkdir()
     flags = [part for fault in faults for part in ("--fault", fault)]
-    return run_job(directory, SCRIPT, "--marks", directory, "--steps", STEPS, flags=flags)
+    args = ("--marks", directory, "--steps", STEPS)
+    with start_job(directory, SCRIPT, *args, flags=flags) as job:
+        job.may_leave_files = True
+        finish(job)
+    return job
 
 
 def used_by(directory: Path, rank: int) -> dict[int, tuple[list[int], list[float]]]:
@@ -78,3 +82,9 @@ def test_the_workers_of_an_interrupted_stay_are_gone(disturbed: tuple[Path, Job]
         stays = stays_of(directory, rank)
         assert len(stays) == len(FAULTS) + 1
         assert all(stay.endswith("[]") for stay in stays), stays
+
+
+def test_no_temporary_file_of_a_killed_worker_is_left(disturbed: tuple[Path, Job]):
+    """multiprocessing makes sockets there, and whoever is killed does not remove them."""
+    _, job = disturbed
+    assert job.temporary_files() == []

@@ -27,6 +27,8 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def test_the_users_connection_and_group_survive_interrupts(tmp_path: Path):
+    """The faults strike where the other rank waits in the job's group: in one of the user's own,
+    which nobody may touch, it could only be replaced."""
     with _Server(("127.0.0.1", 0), _Friend) as server:
         server.lines = []
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -35,7 +37,7 @@ def test_the_users_connection_and_group_survive_interrupts(tmp_path: Path):
             flags = [
                 *("--fault", "exception@rank=0,step=8,at=backward"),
                 *("--fault", "exception@rank=1,step=16"),
-                *("--fault", "exception@rank=0,step=24,at=optimizer"),
+                *("--fault", "exception@rank=0,step=24,at=boundary"),
             ]
             args = (tmp_path, server.server_address[1])
             job = run_job(tmp_path, SCRIPTS / "befriending.py", *args, flags=flags)

@@ -38,6 +38,7 @@ KINDS = (
     "agent",
     "agent stopped",
     "freeze",
+    "coordinator",
 )
 # Seeds that once failed, and what was wrong. What a seed does changes with the world; the cases
 # themselves stand as tests of the machines in tests/unit/core.
@@ -49,6 +50,9 @@ def strike(world: World, kind: str) -> None:
     chance = world.random
     living = world.living()
     agent = world.agents[NodeId(chance.randrange(world.shape.nodes))]
+    if kind == "coordinator":
+        world.restart_coordinator(chance.choice((0.1, 0.5, 3.0)))
+        return
     if kind in ("store", "fork", "cut", "agent", "agent stopped", "freeze"):
         strike_node(world, kind, agent.node_id)
         return

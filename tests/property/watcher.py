@@ -9,6 +9,7 @@ from stepfast.core.faults import FaultKind
 from stepfast.core.messages import FaultReported, Interrupt, StartGeneration
 from stepfast.core.node_state import NodeState
 from stepfast.core.rank import Place
+from stepfast.core.recovery import Lineage
 from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.events import FaultSeen, GenerationOpened, JobEnded, Recovered, StepLogged
 
@@ -31,6 +32,7 @@ class Watcher:
         self.recovered: list[Recovered] = []
         self.generation = Generation(0)
         self.told_generation = Generation(0)
+        self.lineage = Lineage()
         self.reported_dead: set[tuple[Rank, int]] = set()
         self.open_incident = False
         self.reached: dict[Rank, Step] = {}
@@ -60,9 +62,15 @@ class Watcher:
             case JobEnded():
                 self.ends.append(event)
 
+    def forget_incident(self) -> None:
+        """The coordinator that kept its account is no more."""
+        self.open_incident = False
+        self.reported_dead.clear()  # incarnations are counted anew
+
     def _opened(self, event: GenerationOpened) -> None:
         assert event.generation == self.generation + 1, "generations grow by one"
         self.generation = Generation(event.generation)
+        self.lineage = self.lineage.opened(self.generation, Step(event.step or 0))
         inside = [p.rank for p in self.world.living() if p.place in _IN_A_GENERATION]
         assert not inside, f"generation {event.generation} opens over ranks {inside}"
         dead = self.reported_dead & {(Rank(r), i) for r, i in event.incarnations.items()}

@@ -47,7 +47,7 @@ from stepfast.core.outputs import (
 )
 from stepfast.core.placement import ranks_of
 from stepfast.core.policy import Budget
-from stepfast.core.terms import NodeId, Rank, SnapshotId
+from stepfast.core.terms import NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import solve_timeouts
 from stepfast.runtime.driver import Driver
 
@@ -148,7 +148,8 @@ class Agent:
     def connect(self) -> None:
         if not self.is_alive or self.connection is not None:
             return
-        if self.node_id in self.world.peers or self.world.is_coordinator_over:
+        world = self.world
+        if self.node_id in world.peers or world.is_coordinator_over or world.is_coordinator_away:
             self.world.at(self.world.delay(0.02, 0.1), self.connect)
             return
         self.connection = Connection(self)
@@ -275,19 +276,28 @@ class World:
             device="cpu", hang_floor_s=HANG_FLOOR_S, hang_ceiling_s=HANG_CEILING_S
         )
         self.timeouts = timeouts
-        state = JobState(
-            settings=self.settings,
-            timeouts=timeouts,
-            budget=Budget.full(30, 0.0),
-            opened_at=0.0,
-            join_limit_s=60.0,
-        )
+        self.is_coordinator_away = False
         self.watcher = Watcher(self)
-        self.driver: Driver[JobState, Any] = Driver(job.step, state, self, self)
+        self.driver: Driver[JobState, Any] = Driver(job.step, self._first_state(), self, self)
         self.agents: dict[NodeId, Agent] = {}
         for n in range(self.shape.nodes):
             self.agents[NodeId(n)] = Agent(self, NodeId(n))
         self._tick()
+
+    def _first_state(self) -> JobState:
+        """As the coordinator begins: with what its journal says."""
+        history = self.watcher
+        return JobState(
+            settings=self.settings,
+            timeouts=self.timeouts,
+            budget=Budget.full(30, self.now),
+            opened_at=self.now,
+            join_limit_s=60.0,
+            generation=history.generation,
+            lineage=history.lineage,
+            steps_max=Step(max(history.logged, default=0)),
+            logged_max=Step(max(history.logged, default=-1)),
+        )
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -321,7 +331,8 @@ class World:
 
     def _tick(self) -> None:
         if not self.is_coordinator_over:
-            self.driver.feed(Tick())
+            if not self.is_coordinator_away:
+                self.driver.feed(Tick())
             self.tick_later(self._tick)
 
     def run(self, until_s: float) -> None:
@@ -354,7 +365,7 @@ class World:
         self.at_time(at, lambda: arrive(connection, message))
 
     def _arrive_up(self, connection: Connection, message: Any) -> None:
-        if not connection.is_open or self.is_coordinator_over:
+        if not connection.is_open or self.is_coordinator_over or self.is_coordinator_away:
             return
         node_id = connection.agent.node_id
         if isinstance(message, Hello):
@@ -374,7 +385,7 @@ class World:
     def peer_lost(self, connection: Connection) -> None:
         connection.is_open = False
         node_id = connection.agent.node_id
-        if self.peers.get(node_id) is connection:
+        if self.peers.get(node_id) is connection and not self.is_coordinator_away:
             del self.peers[node_id]
             self.driver.feed(NodeConnectionLost(node_id, "the connection ended"))
 
@@ -416,6 +427,22 @@ class World:
             agent.feed(NodeStopRequested("SIGTERM"))
         else:
             agent.die()
+        self.at(after_s, come)
+
+    def restart_coordinator(self, after_s: float) -> None:
+        """The coordinator is killed; the next one has its journal, and what agents report."""
+        if self.is_coordinator_away or self.watcher.ends:
+            return
+        self.is_coordinator_away = True
+        self.peers.clear()
+        for agent in self.agents.values():
+            agent.cut(away_s=after_s)
+
+        def come() -> None:
+            self.is_coordinator_away = False
+            self.watcher.forget_incident()
+            self.driver = Driver(job.step, self._first_state(), self, self)
+
         self.at(after_s, come)
 
     def phase(self) -> Phase:

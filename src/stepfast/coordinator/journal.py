@@ -65,6 +65,7 @@ class Journal:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise ConfigError(
                 f"the job directory {directory} belongs to a running job; choose another --job-dir"
             ) from None

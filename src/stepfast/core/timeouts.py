@@ -19,6 +19,8 @@ FIRST_TURN = "first turn"
 SETUP = "set-up"
 _WINDOW_TURNS = 64  # how many past durations of a phase are remembered
 _LIMIT_RATIO = 4.0  # a phase may take four times the longest of the remembered ones
+_OUTLIERS_MAX = 2  # so many of the longest turns count as one-offs: a hang later is not hidden by
+_OUTLIERS_ONE_IN = 16  # them; one in so many turns, for a few turns know nothing of what is usual
 _UNLEARNED_FLOOR_RATIO = 5.0  # phases seen rarely get a floor five times higher
 _DATA_RATIO = 10.0  # a loader may stall ten floors long before it counts as hung
 
@@ -117,8 +119,11 @@ class LearnedLimits:
         window = self.seen.get(phase)
         if not window:
             return t.hang_ceiling_s
-        floor_s = t.hang_floor_s if phase == TURN else t.hang_floor_s * _UNLEARNED_FLOOR_RATIO
-        return min(t.hang_ceiling_s, max(floor_s, _LIMIT_RATIO * max(window)))
+        if phase != TURN:
+            floor_s = t.hang_floor_s * _UNLEARNED_FLOOR_RATIO
+            return min(t.hang_ceiling_s, max(floor_s, _LIMIT_RATIO * max(window)))
+        usual_s = sorted(window)[-1 - min(_OUTLIERS_MAX, len(window) // _OUTLIERS_ONE_IN)]
+        return min(t.hang_ceiling_s, max(t.hang_floor_s, _LIMIT_RATIO * usual_s))
 
     def data_limit_s(self) -> float:
         """How long a wait for the tracked loader may take."""

@@ -106,11 +106,12 @@ def train(run: stepfast.Run, marks: str) -> None:
     with open(f"{marks}/entered-{run.rank}", "a") as file:
         file.write("clean\n" if is_clean else "grad mode or an exception was left behind\n")
     state = run.once(tiny.build)
-    for step in run.steps(len(PLACES) * 2 + 2):
+    for step in run.steps(len(PLACES) * 2 + 1):
         tiny.turn(run, state, step)
-        name, place = list(PLACES.items())[min(step // 2, len(PLACES) - 1)]
-        if step % 2 or step >= len(PLACES) * 2 or not tiny.once_ever(marks, f"{run.rank}-{step}"):
+        # From the second on: before the job's first step it would be a bug of the user's.
+        if step < 2 or step % 2 or not tiny.once_ever(marks, f"{run.rank}-{step}"):
             continue
+        name, place = list(PLACES.items())[step // 2 - 1]
         if run.rank == 0:
             with torch.no_grad():
                 place()
