@@ -172,7 +172,7 @@ class Job(Command):
 
     def summary(self) -> dict[str, Any]:
         """The job's account; only behind its end."""
-        return json.loads((self.directory / "summary.json").read_bytes())  # type: ignore[no-any-return]
+        return json.loads((self.directory / "summary.json").read_bytes())
 
     def step(self) -> int:
         """The newest step that was logged."""

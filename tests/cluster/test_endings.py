@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +19,6 @@ from cluster.harness import (
     TINY,
     Command,
     Job,
-    free_tcp_port,
     pids_of,
     primary_faults,
     run_job,
@@ -40,7 +41,7 @@ def assert_last_words(job: Command, *, error: str, cause: str) -> None:
     assert cause in job.last_lines[-1]
     assert error in job.last_lines[-2], job.last_lines[-12:]
     if "ScriptError" not in error:  # which says itself what to change
-        assert "Traceback (most recent call last)" in job.last_lines[-60:]
+        assert "Traceback (most recent call last):" in job.last_lines[-60:]
 
 
 def test_the_same_exception_at_the_same_step_ends_the_job_as_a_user_error(tmp_path: Path):
@@ -151,7 +152,10 @@ def test_a_port_in_use_is_named(tmp_path: Path, good: Path):
 
 
 def test_a_finished_job_directory_is_refused(tmp_path: Path):
-    run_job(tmp_path, TINY, "--steps", 3)
+    """And `--summary` copies its account."""
+    copy = tmp_path / "copy.json"
+    job = run_job(tmp_path, TINY, "--steps", 3, flags=("--summary", copy))
+    assert json.loads(copy.read_bytes()) == job.summary()
     flags = ("--nproc-per-node", 2, "--job-dir", tmp_path / "job")
     before = (tmp_path / "job" / "summary.json").read_bytes()
     line = refusal(tmp_path / "again", "run", *flags, TINY, "--steps", 3)
@@ -189,6 +193,13 @@ def coordinator(tmp_path: Path, *flags: object, environment: dict[str, str] | No
     return Job(tmp_path, arguments, environment=environment)
 
 
+def port_of(job: Job) -> int:
+    """Where the coordinator listens, as it says itself."""
+    found = job.until(lambda: re.search(r"listening on \S+:(\d+)\n", job.console), "it listens")
+    assert found is not None
+    return int(found[1])
+
+
 def agent(
     tmp_path: Path,
     port: int,
@@ -203,14 +214,13 @@ def agent(
 
 def test_off_loopback_a_token_is_needed_and_a_wrong_one_refused(tmp_path: Path):
     """And the job's failure reaches every process by its exit code."""
-    port = free_tcp_port()
-    listen = ("--listen", f"0.0.0.0:{port}", "--nodes", 2)
+    listen = ("--listen", "0.0.0.0:0", "--nodes", 2)
     assert "token" in refusal(tmp_path / "bare", "coordinator", *listen)
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("the right one\n")
     wrong.write_text("another\n")
     with coordinator(tmp_path, *listen, "--token-file", right) as job:
-        job.until(lambda: "listening" in job.console, "the coordinator listens")
+        port = port_of(job)
         with (
             agent(tmp_path / "w", port, 0, "--token-file", wrong, script=FAILING) as refused,
             agent(tmp_path / "n", port, 0, script=FAILING) as bare,
@@ -234,9 +244,8 @@ def test_off_loopback_a_token_is_needed_and_a_wrong_one_refused(tmp_path: Path):
 
 def test_a_stop_while_a_node_is_missing_ends_all_parts(tmp_path: Path):
     """A stop of the coordinator while it waits for a node that never comes."""
-    port = free_tcp_port()
-    with coordinator(tmp_path, "--listen", f"127.0.0.1:{port}", "--nodes", 2) as job:
-        job.until(lambda: "listening" in job.console, "the coordinator listens")
+    with coordinator(tmp_path, "--nodes", 2) as job:
+        port = port_of(job)
         with agent(tmp_path, port, 0, script=TINY) as only:
             job.until(lambda: job.of_type(NodeJoined), "a node has joined")
             began = time.monotonic()

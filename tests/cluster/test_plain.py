@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.harness import LLAMA, Command, run_job
+from cluster.harness import Command, run_job
 from stepfast.events import StepLogged
 
 SCRIPT = Path(__file__).parent / "scripts" / "telling.py"
@@ -48,9 +48,3 @@ def under_stepfast(tmp_path: Path, ranks: int) -> list[str]:
     told = losses_of(job)
     assert [float(text) for text in told] == pytest.approx(logged, rel=1e-6)
     return told
-
-
-def test_the_main_example_runs_under_python(tmp_path: Path):
-    with Command(tmp_path, [sys.executable, LLAMA, "--steps", 3]) as command:
-        assert command.wait() == 0, command.console
-        command.assert_nothing_left()

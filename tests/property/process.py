@@ -33,7 +33,6 @@ from stepfast.core.outputs import (
     SignalMain,
 )
 from stepfast.core.rank import (
-    AgentLost,
     MainEntered,
     MainInterrupted,
     MainQuiet,
@@ -146,7 +145,7 @@ class Process:
         if still and not self.is_numb:
             self.feed(RankTick())
 
-    # --- the link to the agent ---------------------------------------------------------------------
+    # --- the link to the agent -------------------------------------------------------------------
 
     def link_down(self, message: Any) -> None:
         at = max(self.down_at, self.world.now + self.world.delay(0.0001, 0.001))
@@ -199,7 +198,7 @@ class Process:
         if self.group is not None:
             self.group.break_up()
 
-    # --- its end -------------------------------------------------------------------------------------
+    # --- its end ---------------------------------------------------------------------------------
 
     def end(self, *, exit_code: int | None, signal: int | None, is_told: bool = True) -> None:
         """The process is no more; what it had said arrives before that."""
@@ -218,7 +217,7 @@ class Process:
             self._deliver()
         self.agent.rank_ended(self, exit_code, signal)
 
-    # --- the main thread -----------------------------------------------------------------------------
+    # --- the main thread -------------------------------------------------------------------------
 
     def _enter(self) -> None:
         self.feed(MainEntered())
@@ -293,7 +292,9 @@ class Process:
             return
         phase = TURN if self.turns else FIRST_TURN
         turn_s = 0.02 if self.turns else None
-        self._send(PhaseBegan(generation=self._generation, step=self.step, phase=phase, turn_s=turn_s))
+        self._send(
+            PhaseBegan(generation=self._generation, step=self.step, phase=phase, turn_s=turn_s)
+        )
         if self._leaves_at_safe_point():
             return
         self.where = Whereabouts.USER
@@ -314,7 +315,7 @@ class Process:
         self.group.join(self, self._boundary)
 
     def _boundary(self) -> None:
-        """The optimizer has stepped; the oldest slot is taken, and sealed when the copy is whole."""
+        """The optimizer has stepped; the oldest slot is taken, sealed when the copy is whole."""
         self.where = Whereabouts.USER
         if self._leaves_at_safe_point():
             return
@@ -353,7 +354,7 @@ class Process:
         else:
             self._wait_for_order()
 
-    # --- leaving -------------------------------------------------------------------------------------
+    # --- leaving ---------------------------------------------------------------------------------
 
     @property
     def _generation(self) -> Generation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stepfast.core.faults import FaultKind
@@ -27,7 +27,7 @@ class Watcher:
     def __init__(self, world: World) -> None:
         self.world = world
         self.events: list[Any] = []
-        self.kinds: Counter[str] = Counter()
+        self.strikes_after: list[tuple[type, float, Callable[[], None]]] = []
         self.ends: list[JobEnded] = []
         self.recovered: list[Recovered] = []
         self.generation = Generation(0)
@@ -39,11 +39,11 @@ class Watcher:
         self.ordered: dict[Rank, int] = {}
         self.logged: list[int] = []
 
-    # --- events ------------------------------------------------------------------------------------
+    # --- events ----------------------------------------------------------------------------------
 
     def event(self, event: Any) -> None:
         self.events.append(event)
-        self.kinds[type(event).__name__] += 1
+        self._strike_after(type(event))
         assert not self.ends or not isinstance(event, JobEnded), "the job ended twice"
         match event:
             case FaultSeen():
@@ -61,6 +61,14 @@ class Watcher:
                 assert self.logged.count(step) == 1, f"step {step} was delivered twice"
             case JobEnded():
                 self.ends.append(event)
+
+    def _strike_after(self, kind: type) -> None:
+        """The first accident that waits for such an event comes soon after it."""
+        for planned in self.strikes_after:
+            if planned[0] is kind:
+                self.strikes_after.remove(planned)
+                self.world.at(planned[1], planned[2])
+                return
 
     def forget_incident(self) -> None:
         """The coordinator that kept its account is no more."""
@@ -108,7 +116,7 @@ class Watcher:
             states.add(held[source])
         assert len(states) == 1, f"ranks resume from different states: {states}"
 
-    # --- processes ------------------------------------------------------------------------------------
+    # --- processes -------------------------------------------------------------------------------
 
     def entered(self, process: Process, order: Any) -> None:
         assert order.generation <= self.generation, "a generation before it was opened"

@@ -17,8 +17,15 @@ from property.process import Process
 from property.watcher import Watcher
 from stepfast.core import job, node
 from stepfast.core.job_state import FromNode, JobState, NodeConnectionLost, Phase, Tick
-from stepfast.core.messages import Hello, JobSettings, ProbeRanks, RankEntered, RankQuiet
-from stepfast.core.messages import RankReturned, RankStart
+from stepfast.core.messages import (
+    Hello,
+    JobSettings,
+    ProbeRanks,
+    RankEntered,
+    RankQuiet,
+    RankReturned,
+    RankStart,
+)
 from stepfast.core.node_state import (
     CoordinatorConnected,
     CoordinatorLost,
@@ -226,7 +233,7 @@ class Agent:
             self.feed(StoreReady(self.world.next_pid()))
 
     def lose_store(self) -> None:
-        """The store's process ends; whatever generation meets there does not notice once it is formed."""
+        """The store's process ends; a generation that has met there does not notice."""
         self.feed(StoreLost("killed"))
 
     # --- from the ranks --------------------------------------------------------------------------
@@ -260,6 +267,7 @@ class World:
     def __init__(self, seed: int, shape: Shape | None = None) -> None:
         self.shape = shape or Shape()
         self.random = random.Random(seed)
+        self.slow_share = self.random.choice((0.0, 0.03, 0.2))
         self.now = 0.0
         self.busy_at = 0.0
         self.sequence = 0
@@ -352,12 +360,12 @@ class World:
         ended = all(not agent.is_alive for agent in self.agents.values())
         return self.is_coordinator_over and ended
 
-    # --- the coordinator's shell ------------------------------------------------------------------
+    # --- the coordinator's shell -----------------------------------------------------------------
 
     def send(self, connection: Connection, direction: str, message: Any) -> None:
         """In order; mostly fast, now and then slow."""
         wait_s = self.delay(0.0001, 0.003)
-        if self.random.random() < 0.03:
+        if self.random.random() < self.slow_share:
             wait_s += self.delay(0.01, 0.3)
         at = max(self.now + wait_s, connection.last_at.get(direction, 0.0))
         connection.last_at[direction] = at
@@ -405,7 +413,7 @@ class World:
             case _:
                 raise AssertionError(f"not a job's output: {output}")
 
-    # --- accidents --------------------------------------------------------------------------------
+    # --- accidents -------------------------------------------------------------------------------
 
     def living(self) -> list[Process]:
         """All rank processes, by rank."""

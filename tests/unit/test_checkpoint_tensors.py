@@ -16,7 +16,7 @@ from torch import nn
 from stepfast.checkpoint.arena import Arena
 from stepfast.checkpoint.capture import Capture, Captured
 from stepfast.checkpoint.restore import open_sealed
-from stepfast.checkpoint.tensors import StateTree
+from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import ScriptError, StateError
 
@@ -366,6 +366,46 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(tmp_path: Path) -> Non
             restore(taken, objects)
         after = objects["model"].parameters()
         assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def test_a_tensor_that_changed_under_its_name_is_looked_at_again(tmp_path: Path) -> None:
+    """The walk remembers what tensors are; `double` changes them and keeps the objects."""
+    bench = Bench(tmp_path, {"model": nn.Linear(2, 2)})
+    taken = bench.take(0)
+    bench.objects["model"].double()
+    with pytest.raises(StateError, match="F64"):
+        bench.tree.restore_from(open_sealed(taken.slot_path, taken.snapshot))
+    changed = bench.take(1)
+    assert changed.relaid and changed.layout_digest != taken.layout_digest
+    wanted = bench.tree.local_digests()
+    with torch.no_grad():
+        bench.objects["model"].weight.zero_()
+    bench.tree.restore_from(open_sealed(changed.slot_path, changed.snapshot))
+    assert bench.tree.local_digests() == wanted
+
+
+def test_an_objects_own_code_sees_tensors_whose_bytes_are_in_place(tmp_path: Path) -> None:
+    class Copies(Odd):
+        def load_state_dict(self, state: dict[Any, Any]) -> None:
+            self.state = {name: value.clone() for name, value in state.items()}
+
+    class Extra(nn.Linear):
+        seen: Any = None
+
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.full((3,), 7.0)
+
+        def set_extra_state(self, state: torch.Tensor) -> None:
+            self.seen = state.clone(), self.weight.detach().clone()
+
+    copies, model = Copies(), Extra(2, 2)
+    copies.state = {"x": torch.arange(4.0)}
+    taken = Bench(tmp_path, {"model": model, "copies": copies}).take(0)
+    fresh: Objects = {"model": Extra(2, 2), "copies": Copies()}
+    restore(taken, fresh)
+    assert torch.equal(fresh["copies"].state["x"], torch.arange(4.0))
+    extra, weight = fresh["model"].seen
+    assert torch.equal(extra, torch.full((3,), 7.0)) and torch.equal(weight, model.weight)
 
 
 def test_a_growing_plain_state_gets_a_bigger_slot(tmp_path: Path) -> None:

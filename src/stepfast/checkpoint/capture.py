@@ -23,7 +23,7 @@ from stepfast.core.terms import SnapshotId
 from stepfast.errors import OperatingError
 
 if TYPE_CHECKING:
-    from stepfast.checkpoint.tensors import StateTree
+    from stepfast.checkpoint.tensors.tree import StateTree
 
 
 class Captured(msgspec.Struct, frozen=True):

@@ -14,11 +14,9 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
 
 import msgspec
 
@@ -74,6 +72,24 @@ class Entry(TensorSpec, frozen=True):
         return TensorSpec(self.name, self.dtype, self.shape, self.global_shape, self.offsets)
 
 
+class _Tensor(msgspec.Struct, frozen=True):
+    """A tensor in the header, as the safetensors format has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Sharding(msgspec.Struct, frozen=True):
+    """The rest of it, as PyTorch's DCP has it."""
+
+    saved_offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+
+_TENSOR_DECODER = msgspec.json.Decoder(_Tensor)
+
+
 class Layout(msgspec.Struct, frozen=True, dict=True):
     """The places of all tensors of one rank, and of its plain values behind them."""
 
@@ -111,7 +127,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         metadata = {
             "format": "pt",
             "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":")),
+            "DCP_SHARDING_INFO": _dump(sharding).decode(),
             "stepfast_layout": self.digest,
         }
         tensors = {
@@ -125,6 +141,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def by_name(self) -> dict[str, Entry]:
         return {entry.name: entry for entry in self.entries}
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """What the tensors are, without their places, by name."""
+        return {entry.name: entry.spec for entry in self.entries}
 
     @property
     def data_start(self) -> int:
@@ -154,14 +175,19 @@ def parse_header(raw: bytes) -> Layout:
     """The layout that a slot's header describes, its digest checked; ValueError: what is wrong."""
     if not raw[_LENGTH_BYTES:].startswith(_SEAL_PREFIX):
         raise ValueError("the header is not that of a slot")
+    # Whatever a torn seal left there is no concern of the layout; it need not even be text.
+    return _parse_unsealed(raw[_LENGTH_BYTES:SEAL_START] + UNSEALED + raw[SEAL_END:])
+
+
+@lru_cache(maxsize=8)  # a rank's slots have one header, and a recovery reads it five times
+def _parse_unsealed(text: bytes) -> Layout:
     try:
-        # Whatever a torn seal left there is no concern of the layout; it need not even be text.
-        document = json.loads(raw[_LENGTH_BYTES:SEAL_START] + UNSEALED + raw[SEAL_END:])
-        metadata = document.pop("__metadata__")
-        sharding = json.loads(metadata["DCP_SHARDING_INFO"])
-        entries = [_parse_entry(name, value, sharding[name]) for name, value in document.items()]
+        document = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
+        sharding = msgspec.json.decode(metadata["DCP_SHARDING_INFO"], type=dict[str, _Sharding])
+        entries = [_parse_entry(name, raw, sharding[name]) for name, raw in document.items()]
         stated = metadata["stepfast_layout"]
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"the header is damaged: {error!r}") from error
     entries.sort(key=lambda entry: (entry.start, entry.end, entry.name == PLAIN_NAME))
     layout = Layout(tuple(entries[:-1]), entries[-1], _digest(entries[:-1]))
@@ -214,13 +240,12 @@ def _place(spec: TensorSpec, start: int, end: int) -> Entry:
     return Entry(spec.name, spec.dtype, spec.shape, spec.global_shape, spec.offsets, start, end)
 
 
-def _parse_entry(name: str, value: dict[str, Any], sharding: dict[str, Any]) -> Entry:
-    start, end = value["data_offsets"]
-    raw = {
-        "name": name, "dtype": value["dtype"], "shape": value["shape"], "start": start, "end": end,
-        "global_shape": sharding["global_shape"], "offsets": sharding["saved_offsets"],
-    }  # fmt: skip
-    return msgspec.convert(raw, Entry)
+def _parse_entry(name: str, raw: msgspec.Raw, sharding: _Sharding) -> Entry:
+    tensor = _TENSOR_DECODER.decode(raw)
+    start, end = tensor.data_offsets
+    return Entry(
+        name, tensor.dtype, tensor.shape, sharding.global_shape, sharding.saved_offsets, start, end
+    )
 
 
 def _plain_capacity_bytes(plain_bytes: int) -> int:
@@ -243,4 +268,4 @@ def _plain_check(blob: bytes) -> bytes:
 
 
 def _dump(value: object) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
+    return msgspec.json.encode(value)

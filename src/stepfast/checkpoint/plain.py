@@ -46,13 +46,13 @@ _INT, _COMPLEX, _BYTEARRAY, _ARRAY, _SCALAR, _REF = 8, 9, 10, 11, 12, 13
 
 _MAPPINGS: dict[type, int] = {OrderedDict: _ORDERED, Counter: _COUNTER}
 _SEQUENCES: dict[type, int] = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}
+_REF_DECODER = msgspec.msgpack.Decoder(Ref)
 _BUILD: dict[int, Callable[[Any], object]] = {
     _TUPLE: tuple, _SET: set, _FROZENSET: frozenset, _PAIRS: dict, _ORDERED: OrderedDict,
     _COUNTER: lambda pairs: Counter(dict(pairs)),
     _DEQUE: lambda parts: deque(parts[0], maxlen=parts[1]),
     _ARRAY: lambda parts: _array(*parts), _SCALAR: lambda parts: _array(*parts)[()],
     _COMPLEX: lambda parts: complex(*parts),
-    _REF: lambda parts: msgspec.convert(parts, Ref),
 }  # fmt: skip
 
 
@@ -176,6 +176,8 @@ def _unpack(code: int, data: memoryview) -> object:
         return int.from_bytes(data, "little", signed=True)
     if code == _BYTEARRAY:
         return bytearray(data)
+    if code == _REF:  # the most frequent one, in one go
+        return _REF_DECODER.decode(data)
     return _BUILD[code](msgspec.msgpack.decode(data, ext_hook=_unpack))
 
 

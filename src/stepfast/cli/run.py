@@ -20,7 +20,7 @@ from typing import IO
 
 from stepfast.cli.serve import listen, new_job_dir
 from stepfast.config import JobConfig
-from stepfast.errors import EXIT_TRY_AGAIN, ConfigError
+from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.runtime.descendants import ProcessTable, try_signal
 from stepfast.runtime.spawning import become_subreaper, die_with_parent
@@ -110,7 +110,7 @@ class _Cluster:
             self._restart_dead_agents(f"{host}:{port}")
             self._pass_stops_on()
         code = self._coordinator.process.returncode
-        self._end_agents(were_told=code >= 0)
+        self._end_agents(at_once=code != EXIT_FINISHED)
         self._console.finish()
         if code >= 0:
             return code
@@ -189,9 +189,9 @@ class _Cluster:
                 if child.process.poll() is None:
                     child.process.kill()
 
-    def _end_agents(self, *, were_told: bool) -> None:
-        """They have been told by the coordinator, or are now; who does not go is made to."""
-        deadline = time.monotonic() + (_AGENTS_LIMIT_S if were_told else 0.0)
+    def _end_agents(self, *, at_once: bool) -> None:
+        """Most have been told by the coordinator; the others are now. Who does not go is made to."""
+        deadline = time.monotonic() + (0.0 if at_once else _AGENTS_LIMIT_S)
         if self._kill_at is not None:
             deadline = min(deadline, self._kill_at)
         terminated = False

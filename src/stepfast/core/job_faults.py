@@ -67,9 +67,6 @@ def fault_reported(turn: Turn, fault: Fault) -> None:
         return
     _interrupt_all(turn, _with_fault(state, fault, turn.now))
     _end_of_a_beginner(turn, fault)
-    for node, view in sorted(state.membership.nodes.items()):
-        if not view.connected and not _has_node_fault(turn.state, node):
-            node_fault(turn, node, "its agent is not connected")
 
 
 def _end_of_a_beginner(turn: Turn, fault: Fault) -> None:
@@ -158,9 +155,13 @@ def absent_from_generation(turn: Turn, node: NodeId, report: RankReport) -> None
 
 
 def _interrupt_all(turn: Turn, incident: Incident) -> None:
+    """Everybody leaves the generation; who can not be told is lost with it."""
     turn.update(incident=incident, phase=Phase.RECOVERING, probe=None)
     for node in turn.state.membership.connected_nodes:
         turn.send(node, interrupt_message(turn, node))
+    for node, view in sorted(turn.state.membership.nodes.items()):
+        if not view.connected and not _has_node_fault(turn.state, node):
+            node_fault(turn, node, "its agent is not connected")
 
 
 def node_fault(turn: Turn, node: NodeId, reason: str) -> None:
@@ -194,9 +195,7 @@ def coordinator_fault(turn: Turn) -> None:
         reason="the coordinator was away while the generation ended",
     )
     turn.record(_seen_event(fault))
-    turn.update(incident=_with_fault(state, fault, turn.now), phase=Phase.RECOVERING)
-    for node in turn.state.membership.connected_nodes:
-        turn.send(node, interrupt_message(turn, node))
+    _interrupt_all(turn, _with_fault(state, fault, turn.now))
 
 
 def nodes_overdue(turn: Turn) -> None:

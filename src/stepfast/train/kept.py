@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from stepfast.checkpoint.tensors import StateTree
+from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.core.messages import NOTHING_BUILT
 from stepfast.core.terms import Step
 from stepfast.train import torch_private

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stepfast.checkpoint.tensors import StateTree
+from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.core.terms import Step
 from stepfast.errors import ScriptError
 from stepfast.train import torch_private

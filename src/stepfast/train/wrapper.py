@@ -38,6 +38,7 @@ from stepfast.train.rank_host import RankHost
 from stepfast.train.report import forget_frames, report_of
 from stepfast.train.rng import RngState
 from stepfast.train.session import Run
+from stepfast.train.worker_files import put_worker_files_into
 from stepfast.train.whereabouts import Whereabout
 
 FaultsMaker = Callable[[RankStart, Callable[[str, str], None]], FaultPoints]
@@ -120,6 +121,7 @@ class RankProcess:
         host.enter(order)
         _redirect_output(Path(order.log_path))
         self._environment.update(_launcher_names(order))
+        put_worker_files_into(Path(order.slot_directory).parent / "tmp")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // order.local_world_size))
         assert self._rng_first is not None, "the function was entered"
         self._rng_first.apply()

@@ -66,7 +66,7 @@ if __name__ == "__main__":
     parser.add_argument("--tear-down", action="store_true")
     given = parser.parse_args()
     if given.at == "import":
-        import there_is_no_such_module  # noqa: F401
+        import there_is_no_such_module  # noqa: F401 - the bug itself
     if given.at == "exit":
         sys.exit("the script does not want to")
     train(given)

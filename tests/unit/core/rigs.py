@@ -8,8 +8,14 @@ from typing import Any
 import msgspec
 
 from stepfast.core import job, node, rank
-from stepfast.core.faults import ErrorClass, Evidence, ExceptionReport, Fault, FaultKind
-from stepfast.core.faults import Whereabouts
+from stepfast.core.faults import (
+    ErrorClass,
+    Evidence,
+    ExceptionReport,
+    Fault,
+    FaultKind,
+    Whereabouts,
+)
 from stepfast.core.job_state import FromNode, JobState, NodeConnectionLost, Phase, Tick
 from stepfast.core.messages import (
     EvidenceGiven,
@@ -37,8 +43,15 @@ from stepfast.core.node_state import (
     RankForked,
     StoreReady,
 )
-from stepfast.core.outputs import Output, Persist, Record, SendToAgent, SendToCoordinator
-from stepfast.core.outputs import SendToNode, SendToRank
+from stepfast.core.outputs import (
+    Output,
+    Persist,
+    Record,
+    SendToAgent,
+    SendToCoordinator,
+    SendToNode,
+    SendToRank,
+)
 from stepfast.core.policy import Budget
 from stepfast.core.rank import ProcessState
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
@@ -351,9 +364,7 @@ class NodeRig(Rig):
     """The machine of node 0 with two ranks."""
 
     def __init__(self, **changes: Any) -> None:
-        state = NodeState(
-            node=NodeId(0), host="host-0", pid=10, slot_root="slots", log_root="logs"
-        )
+        state = NodeState(node=NodeId(0), host="host-0", pid=10, slot_root="slots", log_root="logs")
         super().__init__(node.step, state)
         self.settings = settings(**changes)
 
@@ -425,7 +436,7 @@ class RankRig(Rig):
         super().__init__(rank.step, ProcessState(pid=1000, interrupt_grace_s=0.03))
 
 
-# --- as text -----------------------------------------------------------------------------------------
+# --- as text -------------------------------------------------------------------------------------
 
 
 def as_text(value: Any) -> str:

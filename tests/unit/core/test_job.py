@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
 
-import msgspec
 import pytest
 
-from stepfast.core.faults import ErrorClass, FaultKind, Whereabouts
+from stepfast.core.faults import ErrorClass, FaultKind
 from stepfast.core.job_state import Phase, StopRequested
 from stepfast.core.messages import (
     Bye,
-    FaultReported,
     FinishJob,
     Heartbeat,
     Interrupt,
     LoggedStep,
     Noted,
-    ProbeRanks,
     RankState,
     StartGeneration,
     Welcome,
@@ -30,7 +26,6 @@ from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, Step
 from stepfast.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
 from stepfast.events import (
     DecisionMade,
-    Dropped,
     FaultSeen,
     GenerationOpened,
     GenerationRunning,
@@ -41,14 +36,14 @@ from stepfast.events import (
     Recovered,
     StepLogged,
 )
-from unit.core.rigs import USER_ERROR, JobRig, error_of, fault, held
+from unit.core.rigs import USER_ERROR, JobRig, error_of, held
 
 
 def phase(rig: JobRig) -> Phase:
     return rig.state.phase
 
 
-# --- forming ----------------------------------------------------------------------------------------
+# --- forming -------------------------------------------------------------------------------------
 
 
 def test_a_node_that_joins_is_told_its_ranks():
@@ -152,7 +147,7 @@ def test_a_slow_rank_is_not_a_node_that_did_not_join():
 
 @pytest.mark.parametrize("told_late", [False, True])
 def test_a_rank_that_died_while_forming_does_not_count_as_arrived(told_late: bool):
-    """Its agent says so at once, in front of the report of its levels, or only after the opening."""
+    """Its agent says so at once, before the report of its levels, or only after the opening."""
     rig = JobRig()
     for n in (0, 1):
         rig.hello(n)
@@ -217,7 +212,7 @@ def test_a_process_that_ends_again_and_again_while_forming_spends_the_budget():
     assert len(rig.all_of(DecisionMade)) == 5
 
 
-# --- opening ----------------------------------------------------------------------------------------
+# --- opening -------------------------------------------------------------------------------------
 
 
 def test_an_opening_is_durable_before_anybody_hears_of_it():
@@ -257,400 +252,7 @@ def test_generations_meet_at_the_nodes_in_turn():
     assert hosts == ["host-1", "host-0", "host-1", "host-0"]
 
 
-# --- recovery ---------------------------------------------------------------------------------------
-
-
-def test_an_exception_is_recovered_in_process():
-    rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
-    orders = rig.now_of(Interrupt)
-    assert [o.replace for o in orders] == [(), ()]
-    rig.leave(0, 1, 2)
-    assert phase(rig) is Phase.RECOVERING
-    rig.leave(3)
-    assert phase(rig) is Phase.STARTING
-    start = rig.now_of(StartGeneration)[0]
-    assert (start.generation, start.step) == (2, 5)
-    rig.enter()
-    (event,) = rig.all_of(Recovered)
-    assert (event.kind, event.rank, event.resumed_step, event.steps_lost) == ("exception", 1, 5, 0)
-    assert event.survivors_kept_pid
-    assert phase(rig) is Phase.RUNNING
-
-
-def test_a_killed_rank_is_replaced():
-    rig = JobRig().start()
-    rig.fault(FaultKind.KILL, 2)
-    to_node_1 = [o.message for o in rig.outputs if isinstance(o, SendToNode) and o.node == 1]
-    assert [(r.rank, r.incarnation) for r in to_node_1[0].replace] == [(2, 1)]
-    rig.leave(0, 1, 3)
-    rig.replace(2)
-    assert phase(rig) is Phase.STARTING
-    rig.enter()
-    (event,) = rig.all_of(Recovered)
-    assert event.survivors_kept_pid and event.kind == "kill"
-
-
-def test_a_rank_that_dies_when_it_is_already_quiet_does_not_count_as_out():
-    """The fault is in front of the report: the last report still says quiet."""
-    rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, 2)
-    rig.set_rank(3, state=RankState.QUIET, generation=Generation(1))
-    rig.fault(FaultKind.KILL, 2)
-    rig.report(1)
-    assert phase(rig) is Phase.RECOVERING
-    rig.replace(2)
-    assert phase(rig) is Phase.STARTING
-
-
-def test_a_generation_opens_only_when_every_rank_is_out_of_the_older_one():
-    rig = JobRig().start()
-    rig.fault(FaultKind.KILL, 0)
-    rig.replace(0)
-    for number in (1, 2):
-        rig.leave(number)
-        assert phase(rig) is Phase.RECOVERING
-    rig.leave(3)
-    assert rig.state.generation == 2
-
-
-def test_what_a_node_said_before_it_heard_of_the_generation_does_not_count():
-    """Generation 1 is open; the node was slow to hear of it, and its old "ready" is on the way."""
-    rig = JobRig()
-    for n in (0, 1):
-        rig.hello(n)
-        rig.report(n)
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, step=0)
-    rig.report(1, heard=0)
-    assert phase(rig) is Phase.RECOVERING, "ranks 2 and 3 may be in generation 1"
-    rig.leave(2, 3, step=0)
-    assert phase(rig) is Phase.STARTING
-
-
-def test_who_never_got_into_the_generation_is_out_of_it():
-    rig = JobRig()
-    for n in (0, 1):
-        rig.hello(n)
-        rig.report(n)
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, step=0)
-    rig.report(1, heard=1)
-    assert phase(rig) is Phase.STARTING
-
-
-def test_a_fault_while_starting_joins_the_incident():
-    rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, 2, 3)
-    for r in rig.reports:
-        rig.set_rank(r, state=RankState.ACTIVE, generation=Generation(2), step=Step(5))
-    rig.all_report()
-    rig.resumed(0)
-    rig.fault(FaultKind.KILL, 3)
-    assert phase(rig) is Phase.RECOVERING
-    rig.leave(0, 1, 2)
-    rig.replace(3)
-    assert rig.state.generation == 3
-    rig.enter()
-    (event,) = rig.all_of(Recovered)
-    assert (event.kind, event.generation) == ("exception", 3)
-    assert [(c.kind, c.rank) for c in event.causes] == [("exception", 0), ("kill", 3)]
-
-
-def test_two_faults_at_once_are_one_incident():
-    rig = JobRig().start()
-    rig.fault(FaultKind.KILL, 0)
-    rig.fault(FaultKind.KILL, 3)
-    rig.leave(1, 2)
-    rig.replace(0)
-    assert phase(rig) is Phase.RECOVERING
-    rig.replace(3)
-    rig.enter()
-    (event,) = rig.all_of(Recovered)
-    assert len(event.causes) == 2
-    assert len(rig.all_of(DecisionMade)) == 1
-
-
-def test_collateral_faults_wait_for_their_cause():
-    rig = JobRig().start()
-    for number in (0, 1, 2):
-        rig.fault(FaultKind.COLLECTIVE, number, error=error_of(ErrorClass.COLLECTIVE))
-    rig.leave(0, 1, 2, 3)
-    assert phase(rig) is Phase.RECOVERING, "collected for a short window"
-    rig.fault(FaultKind.EXCEPTION, 3, error=error_of(ErrorClass.DEVICE))
-    assert "exception" in rig.all_of(DecisionMade)[0].reason
-    rig.enter()
-    (event,) = rig.all_of(Recovered)
-    assert [(c.kind, c.rank) for c in event.causes] == [("exception", 3)]
-
-
-def test_collateral_faults_alone_are_decided_after_the_window():
-    rig = JobRig().start()
-    rig.fault(FaultKind.COLLECTIVE, 1, error=error_of(ErrorClass.COLLECTIVE))
-    rig.leave(0, 1, 2, 3)
-    rig.tick(0.2)
-    assert phase(rig) is Phase.STARTING
-
-
-def test_a_fault_told_twice_counts_once():
-    rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    assert rig.now_of(Interrupt), "the order is a level: it is repeated"
-    assert len(rig.all_of(FaultSeen)) == 1
-    rig.leave(0, 1, 2, 3)
-    assert len(rig.all_of(DecisionMade)) == 1
-
-
-def test_the_same_failure_again_gets_a_fresh_process():
-    rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, 2, 3)
-    rig.enter()
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, 2, 3)
-    assert phase(rig) is Phase.RECOVERING
-    assert [(r.rank, r.incarnation) for r in rig.now_of(Interrupt)[0].replace] == [(1, 1)]
-    rig.report(0)
-    assert phase(rig) is Phase.RECOVERING, "its old process still says quiet"
-    rig.replace(1)
-    assert phase(rig) is Phase.STARTING
-
-
-def test_a_user_exception_three_times_at_one_step_ends_the_job():
-    rig = JobRig().start()
-    for _ in range(3):
-        assert phase(rig) is Phase.RUNNING
-        rig.fault(FaultKind.EXCEPTION, 1, error=USER_ERROR)
-        rig.leave(0, 1, 2, 3)
-        if phase(rig) is Phase.RECOVERING:
-            rig.replace(1)
-        if phase(rig) is Phase.STARTING:
-            rig.enter()
-    (ended,) = rig.all_of(JobEnded)
-    assert ended.exit_code == EXIT_USER_ERROR
-    assert "3 times" in ended.reason
-
-
-def test_steps_lost_are_told_from_what_every_rank_had_completed():
-    rig = JobRig().start(steps=(4, 5))
-    rig.set_rank(0, snapshots=held((1, 4)))
-    rig.fault(FaultKind.EXCEPTION, 0, step=Step(5), error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, 2, 3, step=5)
-    rig.enter()
-    (event,) = rig.all_of(Recovered)
-    assert (event.resumed_step, event.steps_lost) == (4, 1)
-
-
-def test_an_abandoned_lineage_is_never_resumed_from():
-    rig = JobRig().start()
-    rig.set_rank(0, snapshots=held((1, 4), (1, 5)))
-    rig.set_rank(1, snapshots=held((1, 3), (1, 4)))
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, 2, 3)
-    assert rig.state.start.step == 4
-    rig.enter()
-    for r in rig.reports:
-        rig.set_rank(r, snapshots=held((1, 5), (2, 4)))
-    rig.fault(FaultKind.KILL, 0)
-    rig.leave(1, 2, 3)
-    rig.replace(0)
-    assert rig.state.start.step == 4
-    assert {s.generation for s in rig.state.start.sources.values()} == {2}
-
-
-def test_with_recovery_off_the_first_fault_ends_the_job_without_getting_anybody_back():
-    rig = JobRig(recovery="off").start()
-    rig.fault(FaultKind.KILL, 0)
-    (ended,) = rig.all_of(JobEnded)
-    assert ended.exit_code == EXIT_TRY_AGAIN
-    assert "recovery is off" in ended.reason
-
-
-def test_a_survivor_with_an_obstacle_has_everybody_build_again():
-    rig = JobRig().start()
-    for r in rig.reports:
-        rig.set_rank(r, keep_obstacle=None)
-    rig.set_rank(2, keep_obstacle="a lambda")
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, 2, 3)
-    assert not rig.state.start.keep
-    assert [(n.topic, n.text) for n in rig.all_of(Note)] == [("build again", "a lambda")]
-
-
-@pytest.mark.parametrize("has_collectives", [False, True])
-def test_survivors_keep_what_they_built_unless_fresh_ranks_need_them(has_collectives: bool):
-    rig = JobRig().start()
-    for r in rig.reports:
-        rig.set_rank(r, keep_obstacle=None, build_has_collectives=has_collectives)
-    rig.fault(FaultKind.KILL, 0)
-    rig.leave(1, 2, 3)
-    rig.set_rank(0, keep_obstacle="nothing built yet", build_has_collectives=False)
-    rig.replace(0)
-    assert rig.state.start.keep is not has_collectives
-
-
-# --- old messages -----------------------------------------------------------------------------------
-
-
-def recovered() -> JobRig:
-    rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    rig.leave(0, 1, 2, 3)
-    rig.enter()
-    return rig
-
-
-@pytest.mark.parametrize("kind", [FaultKind.COLLECTIVE, FaultKind.EXCEPTION, FaultKind.HANG])
-def test_a_fault_of_an_older_generation_is_dropped_with_an_event(kind: FaultKind):
-    rig = recovered()
-    before = rig.state
-    rig.fault(kind, 1, generation=Generation(1))
-    assert [d.what for d in rig.now_of(Dropped)] == [f"fault {kind}"]
-    assert replace(rig.state, membership=before.membership) == before
-
-
-def test_the_end_of_an_older_process_is_dropped_and_of_the_present_one_is_not():
-    rig = JobRig().start()
-    rig.fault(FaultKind.KILL, 0)
-    rig.leave(1, 2, 3)
-    rig.replace(0)
-    rig.enter()
-    rig.fault(FaultKind.KILL, 0, incarnation=1, generation=Generation(1))
-    assert rig.now_of(Dropped) and phase(rig) is Phase.RUNNING
-    rig.fault(FaultKind.KILL, 0, incarnation=2, generation=NO_GENERATION)
-    assert phase(rig) is Phase.RECOVERING
-
-
-def test_progress_and_suspicions_of_an_older_generation_are_dropped():
-    rig = recovered()
-    rig.resumed(0, generation=1)
-    assert [d.what for d in rig.now_of(Dropped)] == ["RankResumed"]
-    rig.state = replace(rig.state, generation=Generation(3))
-    rig.suspect(0)
-    rig.state = replace(rig.state, generation=Generation(4))
-    message = msgspec.structs.replace(rig.log[-1][1].message, generation=Generation(3))
-    rig.from_node(0, message)
-    assert [d.what for d in rig.now_of(Dropped)] == ["suspicion"]
-
-
-def test_a_stranger_is_not_listened_to():
-    rig = JobRig()
-    assert rig.from_node(1, Heartbeat(node=NodeId(1), steps={Rank(2): Step(3)})) == []
-
-
-# --- hangs ------------------------------------------------------------------------------------------
-
-
-def hang(rig: JobRig, number: int = 1, where: Whereabouts = Whereabouts.USER) -> None:
-    rig.suspect(number)
-    rig.answer(1)
-    rig.answer(0, **{f"rank_{number}": where})
-
-
-def test_a_suspicion_has_everybody_asked_once():
-    rig = JobRig().start()
-    rig.suspect(1)
-    assert [p.probe for p in rig.now_of(ProbeRanks)] == [1, 1]
-    rig.suspect(1)
-    rig.suspect(2)
-    assert len(rig.all_of(ProbeRanks)) == 2
-
-
-@pytest.mark.parametrize(
-    ("where", "kind", "replaced"),
-    [
-        (Whereabouts.USER, "hang", False),
-        (Whereabouts.SILENT, "gil", True),
-        (Whereabouts.STOPPED, "stop", True),
-    ],
-)
-def test_a_verdict_is_a_fault_like_any_other(where: Whereabouts, kind: str, replaced: bool):
-    rig = JobRig().start()
-    hang(rig, 1, where)
-    (seen,) = rig.all_of(FaultSeen)
-    assert (seen.kind, seen.rank, seen.step) == (kind, 1, 5)
-    assert bool(rig.now_of(Interrupt)[0].replace) is replaced
-
-
-def test_who_is_excused_ends_the_question_without_a_fault():
-    rig = JobRig().start()
-    rig.suspect(0)
-    rig.answer(0, rank_0=Whereabouts.AWAY, rank_1=Whereabouts.AWAY)
-    rig.answer(1, rank_2=Whereabouts.AWAY, rank_3=Whereabouts.AWAY)
-    assert phase(rig) is Phase.RUNNING
-    assert rig.state.probe is None
-    rig.suspect(0)
-    assert rig.now_of(ProbeRanks)[0].probe == 2
-
-
-def test_a_node_that_does_not_answer_is_not_waited_for():
-    rig = JobRig().start()
-    rig.suspect(1)
-    rig.answer(0, rank_1=Whereabouts.USER)
-    assert phase(rig) is Phase.RUNNING
-    rig.tick(0.5)
-    assert phase(rig) is Phase.RECOVERING
-
-
-def test_an_answer_to_an_older_question_is_none():
-    rig = JobRig().start()
-    rig.suspect(1)
-    rig.state = replace(rig.state, probe=replace(rig.state.probe, number=9))
-    given = rig.answer(0)
-    rig.state = replace(rig.state, probe=replace(rig.state.probe, number=1, answered=frozenset()))
-    assert given == []
-
-
-def test_a_fault_ends_the_question():
-    rig = JobRig().start()
-    rig.suspect(1)
-    rig.fault(FaultKind.KILL, 2)
-    assert rig.state.probe is None
-
-
-def test_a_hang_that_repeats_at_one_step_doubles_the_limit_there():
-    rig = JobRig().start()
-    factors = []
-    for _ in range(3):
-        hang(rig)
-        rig.leave(0, 1, 2, 3)
-        if phase(rig) is Phase.RECOVERING:
-            rig.replace(1)
-        factors.append((rig.state.start.limit_step, rig.state.start.limit_factor))
-        rig.enter()
-    assert factors == [(5, 2.0), (5, 4.0), (5, 8.0)]
-    assert not rig.all_of(JobEnded)
-
-
-def test_a_hang_at_another_step_begins_anew():
-    rig = JobRig().start()
-    hang(rig)
-    rig.leave(0, 1, 2, 3)
-    rig.enter()
-    rig.suspect(1)
-    rig.state = replace(rig.state, hang_step=Step(4))
-    rig.answer(1)
-    rig.answer(0, rank_1=Whereabouts.USER)
-    rig.leave(0, 1, 2, 3)
-    if phase(rig) is Phase.RECOVERING:
-        rig.replace(1)
-    assert rig.state.start.limit_factor == 2.0
-
-
-@pytest.mark.parametrize("setting", [{"hang": "report"}, {"recovery": "report"}])
-def test_where_hangs_are_only_reported_there_is_one_note_a_step(setting: dict[str, Any]):
-    rig = JobRig(**setting).start()
-    hang(rig)
-    hang(rig)
-    assert phase(rig) is Phase.RUNNING
-    notes = [n for n in rig.all_of(Note) if n.topic == "hang"]
-    assert [(n.rank, n.node) for n in notes] == [(1, 0)]
-
-
-# --- nodes ------------------------------------------------------------------------------------------
+# --- nodes ---------------------------------------------------------------------------------------
 
 
 def test_a_short_absence_is_no_fault_and_the_node_is_told_where_the_job_stands():
@@ -719,6 +321,63 @@ def test_a_fresh_agent_within_the_silence_is_a_fault_at_once(nodes: int):
     assert [(s.kind, s.node) for s in rig.all_of(FaultSeen)] == [("node", last)]
 
 
+def test_who_is_away_when_everybody_is_interrupted_comes_back_fresh():
+    """Both agents died; the first one to be back is the fault, the other one is lost with it."""
+    rig = JobRig().start()
+    rig.lose(0)
+    rig.lose(1)
+    rig.hello(0, pid=98)
+    assert {s.node for s in rig.all_of(FaultSeen)} == {0, 1}
+    rig.replace(0, 1)
+    rig.hello(1, pid=99)
+    rig.replace(2, 3)
+    rig.enter()
+    assert rig.all_of(Recovered)[0].survivors_kept_pid
+
+
+def coordinator_back() -> JobRig:
+    """A coordinator that has its journal, and ranks that have trained on meanwhile."""
+    rig = JobRig()
+    lineage = Lineage().opened(Generation(1), Step(0)).opened(Generation(2), Step(5))
+    rig.state = replace(rig.state, generation=Generation(2), lineage=lineage, steps_max=Step(5))
+    for r in rig.reports:
+        rig.set_rank(
+            r,
+            state=RankState.ACTIVE,
+            generation=Generation(2),
+            step=Step(7),
+            snapshots=held((2, 6), (2, 7)),
+        )
+    return rig
+
+
+def test_a_coordinator_that_comes_back_adopts_the_ranks_that_train():
+    rig = coordinator_back()
+    for n in (0, 1):
+        rig.hello(n)
+        rig.report(n)
+    assert phase(rig) is Phase.RUNNING
+    assert not rig.all_of(Interrupt) and not rig.all_of(GenerationOpened)
+    for number in range(4):
+        rig.returned(number)
+    assert rig.all_of(JobEnded)[0].status == "finished"
+
+
+def test_a_coordinator_that_comes_back_to_half_a_generation_opens_a_new_one():
+    rig = coordinator_back()
+    rig.set_rank(1, state=RankState.QUIET)
+    for n in (0, 1):
+        rig.hello(n)
+        rig.report(n)
+    assert phase(rig) is Phase.RECOVERING
+    assert [s.kind for s in rig.all_of(FaultSeen)] == [FaultKind.COORDINATOR]
+    rig.leave(0, 1, 2, 3, step=7)
+    rig.tick(1.0)
+    start = rig.state.start
+    assert start is not None
+    assert (start.generation, start.step) == (3, 7)
+
+
 def test_a_process_that_is_no_more_is_a_fault_by_its_level_alone():
     rig = JobRig().start()
     rig.set_rank(3, state=RankState.ABSENT, pid=0)
@@ -761,7 +420,7 @@ def test_a_node_that_stays_away_ends_the_job_with_try_again():
     assert "node 1 did not come back" in ended.reason
 
 
-# --- logs and notes ---------------------------------------------------------------------------------
+# --- logs and notes ------------------------------------------------------------------------------
 
 
 def test_each_logged_step_is_recorded_once():
@@ -791,7 +450,7 @@ def test_a_note_becomes_an_event():
     assert rig.now_of(Note) == [Note(topic="x", text="y", node=1, rank=2)]
 
 
-# --- the end ----------------------------------------------------------------------------------------
+# --- the end -------------------------------------------------------------------------------------
 
 
 def test_the_job_has_finished_when_every_rank_returned():
@@ -911,14 +570,3 @@ def test_a_stop_ends_the_job_in_every_phase(where: str):
         rig.from_node(n, Bye(node=n))
     rig.tick(7.0)
     assert [e.exit_code for e in rig.all_of(EndProcess)] == [143]
-
-
-def test_a_fault_in_words_is_enough_for_every_kind():
-    """No kind of fault finds the machine unprepared, in any phase."""
-    for kind in FaultKind:
-        for phase_of in (lambda: JobRig().start(), recovered):
-            rig = phase_of()
-            told = fault(kind, 1, generation=rig.state.generation, step=Step(5))
-            rig.from_node(0, FaultReported(fault=told))
-            assert phase(rig) is Phase.RECOVERING
-            assert rig.all_of(FaultSeen)[-1].kind == kind

@@ -22,9 +22,7 @@ def report_of(number: int, state: RankState, generation: int = 0) -> RankReport:
 def joined(*numbers: int) -> Membership:
     members = Membership()
     for n in numbers:
-        members = members.joined(
-            NodeId(n), host=f"host-{n}", pid=10 + n, now=1.0, ranks=(Rank(n),)
-        )
+        members = members.joined(NodeId(n), host=f"host-{n}", pid=10 + n, now=1.0, ranks=(Rank(n),))
     return members
 
 

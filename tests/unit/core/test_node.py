@@ -104,7 +104,7 @@ def turning(rig: NodeRig) -> NodeRig:
     return rig
 
 
-# --- joining -----------------------------------------------------------------------------------------
+# --- joining -------------------------------------------------------------------------------------
 
 
 def test_a_connection_begins_with_hello():
@@ -173,7 +173,7 @@ def test_what_was_logged_before_a_fault_is_delivered_before_it():
     assert sent[kinds.index(Heartbeat)].logged == (logged,)
 
 
-# --- forking ----------------------------------------------------------------------------------------
+# --- forking -------------------------------------------------------------------------------------
 
 
 def test_a_process_that_can_not_be_made_is_a_fault():
@@ -216,7 +216,7 @@ def test_a_process_that_never_reaches_the_function_has_the_ceiling():
     assert not rig.now_of(FaultReported)
 
 
-# --- a generation -----------------------------------------------------------------------------------
+# --- a generation --------------------------------------------------------------------------------
 
 
 def test_a_generation_starts_on_every_rank_that_waits():
@@ -316,15 +316,13 @@ def test_the_end_of_an_older_process_is_no_news():
     assert not rig.outputs
 
 
-# --- interrupt, replace, quiet ----------------------------------------------------------------------
+# --- interrupt, replace, quiet -------------------------------------------------------------------
 
 
 def test_an_interrupt_reaches_every_rank_of_the_generation_once():
     rig = NodeRig().ready().active()
     rig.feed(interrupt())
-    assert rig.now_of(SendToRank) == [
-        SendToRank(Rank(r), RankLeave(generation=G1)) for r in (0, 1)
-    ]
+    assert rig.now_of(SendToRank) == [SendToRank(Rank(r), RankLeave(generation=G1)) for r in (0, 1)]
     rig.feed(interrupt())
     assert not rig.now_of(SendToRank)
 
@@ -396,7 +394,7 @@ def test_a_rank_that_returned_leaves_too():
     assert {s.rank for s in rig.now_of(SendToRank)} == {0, 1}
 
 
-# --- limits -----------------------------------------------------------------------------------------
+# --- limits --------------------------------------------------------------------------------------
 
 
 def test_a_rank_beyond_its_limit_is_suspected_while_it_lasts():
@@ -476,7 +474,7 @@ def test_who_leaves_or_returned_is_not_suspected():
     assert not rig.all_of(HangSuspected)
 
 
-# --- probes -----------------------------------------------------------------------------------------
+# --- probes --------------------------------------------------------------------------------------
 
 
 def ask(stopped: frozenset[Rank] = frozenset()) -> FromJob:
@@ -545,7 +543,7 @@ def test_nobody_in_the_generation_is_an_answer_too():
     assert [e.evidence for e in rig.now_of(EvidenceGiven)] == [()]
 
 
-# --- the coordinator is away ------------------------------------------------------------------------
+# --- the coordinator is away ---------------------------------------------------------------------
 
 
 def resumed(number: int) -> RankResumed:
@@ -605,7 +603,7 @@ def test_a_coordinator_that_comes_back_in_time_finds_them_training():
     assert not rig.all_of(RankFinish)
 
 
-# --- the end ----------------------------------------------------------------------------------------
+# --- the end -------------------------------------------------------------------------------------
 
 
 def test_a_finished_job_lets_the_ranks_run_on_to_their_end():

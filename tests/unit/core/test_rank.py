@@ -1,4 +1,4 @@
-"""One process's way through generations: every input at every place does what the machine promises."""
+"""One process's way through generations: every input at every place does what it should."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ import pytest
 
 from stepfast.core import rank as machine
 from stepfast.core.faults import ErrorClass
-from stepfast.core.messages import RankEntered, RankFinish, RankLeave, RankNoted, RankQuiet
-from stepfast.core.messages import RankRaised, RankReturned, RankStart
+from stepfast.core.messages import (
+    RankEntered,
+    RankFinish,
+    RankLeave,
+    RankNoted,
+    RankQuiet,
+    RankRaised,
+    RankReturned,
+    RankStart,
+)
 from stepfast.core.outputs import AbortGroups, EndProcess, ReleaseMain, SendToAgent, SignalMain
 from stepfast.core.rank import (
     AgentLost,
@@ -189,7 +197,7 @@ def test_one_generation_after_the_other():
 
 
 def test_leaving_is_reported_quiet_once_where_return_and_order_cross():
-    """The order finds the function returned, the main thread finds itself leaving: it comes twice."""
+    """The order finds the function returned, the main thread finds itself leaving: both come."""
     rig = at(Place.ACTIVE)
     rig.feed(RETURNED)
     rig.feed(LEAVE)

@@ -90,7 +90,7 @@ def test_of_one_step_the_newest_generation_is_read():
     assert plan.sources[Rank(0)] == snapshot(2, 5)
 
 
-# --- the slow, obvious twin -------------------------------------------------------------------------
+# --- the slow, obvious twin ----------------------------------------------------------------------
 
 
 def slow_admits(openings: list[tuple[int, int]], generation: int, step: int) -> bool:

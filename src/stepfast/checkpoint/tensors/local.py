@@ -1,0 +1,193 @@
+"""One tensor as this rank holds it: its local part, what it is a part of, tensors over memory.
+
+Owns: which tensors can be kept, their specs, DTensors made of local parts. Does not own: names
+(`naming`), which tensors there are (`walk`).
+
+Invariants: no collective is called, and nothing here copies a tensor. What a DTensor is, is read
+from the tensor whenever it is asked for; only arithmetic is remembered.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stepfast.checkpoint.layout import Entry, TensorSpec
+from stepfast.checkpoint.plain import Ref
+from stepfast.errors import ScriptError, StateError
+
+_REPLICATED = -1
+_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fn: "F8_E4M3",
+    torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
+    torch.int64: "I64", torch.uint64: "U64", torch.float64: "F64", torch.complex64: "C64",
+}  # fmt: skip
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+class _Place(NamedTuple):
+    """Which part of a DTensor this rank holds: all that its offsets follow from, but its shape."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    coordinate: tuple[int, ...] | None
+
+
+class Known(NamedTuple):
+    """What is known of a tensor; good while `is_good`."""
+
+    tensor: Tensor
+    local: Tensor
+    place: _Place | None
+    ref: Ref
+    spec: TensorSpec
+
+    def is_good(self, tensor: Tensor) -> bool:
+        """Whether all of it is true of `tensor` now."""
+        if tensor is not self.tensor:
+            return False
+        local, spec = self.local, self.spec
+        if self.place is not None and (
+            local_of(tensor) is not local
+            or tensor.shape != spec.global_shape
+            or _place_of(tensor) != self.place
+        ):
+            return False
+        return (
+            local.shape == spec.shape
+            and _DTYPES.get(local.dtype) == spec.dtype
+            and local.device.type == self.ref.device
+        )
+
+
+class Inspector:
+    """Says what a tensor is. Remembers where parts begin: the same few shapes come again."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[object, tuple[int, ...]] = {}
+
+    def known(self, name: str, tensor: Tensor) -> Known:
+        """What is to be known of `tensor` under `name`; ScriptError where it cannot be kept."""
+        spec = self.spec(name, tensor)
+        ref = Ref(name, tensor.device.type, shards_of(tensor))
+        return Known(tensor, local_of(tensor), _place_of(tensor), ref, spec)
+
+    def spec(self, name: str, tensor: Tensor) -> TensorSpec:
+        """Its dtype and which part of which shape it is; ScriptError where it cannot be kept."""
+        if nn.parameter.is_lazy(tensor):
+            raise ScriptError(f"{name} has no shape yet; run the model once before run.track()")
+        dtype, kept = _DTYPES.get(tensor.dtype), tensor.layout is torch.strided
+        if dtype is None or tensor.is_meta or not kept or tensor.is_nested:
+            raise ScriptError(
+                f"{name} is a {tensor.dtype} {tensor.layout} tensor on {tensor.device}, which"
+                " stepfast cannot keep"
+            )
+        shape, place = tuple(tensor.shape), _place_of(tensor)
+        if place is None:
+            return TensorSpec(name, dtype, shape, shape, (0,) * len(shape))
+        if any(p.is_partial() for p in place.placements):
+            raise ScriptError(
+                f"{name} is a DTensor of partial sums; redistribute it before run.track()"
+            )
+        local_shape = tuple(local_of(tensor).shape)
+        return TensorSpec(name, dtype, local_shape, shape, self._offsets_of(shape, place))
+
+    def _offsets_of(self, shape: tuple[int, ...], place: _Place) -> tuple[int, ...]:
+        # By the mesh's shape: a mesh as a key would outlive its generation.
+        key = (shape, place.mesh.shape, place.placements, place.coordinate)
+        offsets = self._offsets.get(key)
+        if offsets is None:
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            found = compute_local_shape_and_global_offset(shape, place.mesh, place.placements)
+            offsets = self._offsets[key] = tuple(found[1])
+        return offsets
+
+
+def loaded_type(module: str, name: str) -> Any:
+    """A class, for isinstance, of a module that may not be loaded: then it has no instances."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The tensor that this rank holds; it shares its storage with `tensor`."""
+    # Not to_local(): of a parameter that makes a view each time, and this runs at every step.
+    dtensor = _as_dtensor(tensor)
+    local: Tensor = tensor if dtensor is None else dtensor._local_tensor
+    return local
+
+
+def shards_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """Per mesh dimension the sharded dimension, or -1; None for a plain tensor."""
+    place = _place_of(tensor)
+    if place is None:
+        return None
+    return tuple(_REPLICATED if p.is_replicate() else int(p.dim) for p in place.placements)
+
+
+def over(memory: memoryview, spec: TensorSpec) -> Tensor:
+    """A tensor over `memory`, without a copy."""
+    dtype = _TORCH_DTYPES[spec.dtype]
+    if spec.size_bytes == 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(spec.shape)
+
+
+def empty_like_saved(entry: Entry, ref: Ref, model: Tensor | None) -> Tensor:
+    """A local tensor of `entry`'s dtype and shape, where and as `model` is, if there is one.
+
+    A parameter's state is laid out in memory as the parameter is; fused kernels rely on it.
+    """
+    on_model = model is not None and ref.device != "cpu"
+    device = model.device if model is not None and on_model else torch.device(ref.device)
+    dtype, part = _TORCH_DTYPES[entry.dtype], None if model is None else local_of(model)
+    if part is not None and tuple(part.shape) == entry.shape:
+        return torch.empty_like(part, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty(entry.shape, dtype=dtype, device=device)
+
+
+def sharded(local: Tensor, entry: Entry, shards: tuple[int, ...], model: Tensor | None) -> Tensor:
+    """A DTensor of `local`, on the mesh of `model`. No collective is called."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if not isinstance(model, DTensor):
+        raise StateError(
+            f"{entry.name} is a DTensor in the snapshot, and here its parameter is a plain tensor"
+        )
+    placements = [Replicate() if dim == _REPLICATED else Shard(dim) for dim in shards]
+    # Then also what the numbers do not say, as the order of strided shards.
+    same = shards_of(model) == shards
+    shape = torch.Size(entry.global_shape)
+    return DTensor.from_local(
+        local, model.device_mesh, model.placements if same else placements, run_check=False,
+        shape=shape, stride=torch.empty(shape, device="meta").stride(),
+    )  # fmt: skip
+
+
+def words(spec: TensorSpec) -> str:
+    """A spec as a message shows it."""
+    return f"{spec.dtype} {list(spec.shape)} at {list(spec.offsets)} of {list(spec.global_shape)}"
+
+
+def _as_dtensor(tensor: Tensor) -> Any:
+    """The same tensor, if it is a DTensor; else None."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return None
+    is_one = isinstance(tensor, loaded_type("torch.distributed.tensor", "DTensor"))
+    return tensor if is_one else None
+
+
+def _place_of(tensor: Tensor) -> _Place | None:
+    """None for a plain tensor."""
+    dtensor = _as_dtensor(tensor)
+    if dtensor is None:
+        return None
+    mesh = dtensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    # A list in older versions of torch.
+    return _Place(mesh, dtensor.placements, None if coordinate is None else tuple(coordinate))

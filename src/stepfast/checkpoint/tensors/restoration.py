@@ -1,0 +1,224 @@
+"""One restore: a snapshot's state into the tracked objects, in place.
+
+Owns: what "restored" means for each kind of object, and the order of it. Does not own: finding and
+checking the snapshot (`checkpoint.restore`), comparing the outcome with it (`tree`).
+
+Invariants:
+- Identity is kept: parameters, buffers and optimizer tensors that exist are copied into, those that
+  the snapshot does not have are removed, missing ones are made.
+- A model or an optimizer that does not fit is refused before anything is changed.
+- An object's own code (`load_state_dict`, `set_extra_state`) never sees a tensor whose bytes are
+  not in place yet.
+- RNG states are set after every `load_state_dict()`, for that may draw from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stepfast.checkpoint import plain
+from stepfast.checkpoint.layout import Entry, Layout, TensorSpec
+from stepfast.checkpoint.plain import Ref
+from stepfast.checkpoint.tensors.local import (
+    Inspector,
+    Known,
+    empty_like_saved,
+    loaded_type,
+    local_of,
+    over,
+    sharded,
+    words,
+)
+from stepfast.checkpoint.tensors.naming import (
+    OWN_NAME,
+    is_transparent,
+    named_parameters,
+    optimizer_names,
+)
+from stepfast.checkpoint.tensors.walk import Sink, Walk, set_rng_states
+from stepfast.errors import StateError
+
+
+class Views(Protocol):
+    """Where a snapshot is restored from: verified bytes and what they mean."""
+
+    layout: Layout
+    plain: bytes
+
+    def view(self, entry: Entry) -> memoryview: ...
+
+
+class Restoration:
+    """The objects, what they hold now by name, and the snapshot."""
+
+    def __init__(
+        self,
+        walk: Walk,
+        live: Mapping[str, Known],
+        inspector: Inspector,
+        source: Views,
+        tree: dict[str, Any],
+    ) -> None:
+        self._objects, self._scans, self._names = walk.objects, walk.scans, walk.names
+        self._live, self._inspector = dict(live), inspector
+        self._source, self._tree = source, tree
+        self._own = tree[OWN_NAME]
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+
+    def run(self) -> None:
+        """Check, then change."""
+        self._check()
+        for name, value in self._objects.items():
+            if isinstance(value, nn.Module):
+                self._restore_module(name, value)
+            elif isinstance(value, Tensor):
+                self._plan_copy(name, value)
+        for name, value in self._objects.items():
+            if is_transparent(value):
+                self._restore_optimizer(name, value)
+        for name, value in self._objects.items():
+            if name in self._tree and not is_transparent(value):
+                self._restore_other(name, value)
+        states = self._fill(self._own["rng"])
+        self._copy_planned()
+        set_rng_states(self._objects, states)
+
+    # --- what cannot fit is refused while nothing is changed yet ----------------------------------
+
+    def _check(self) -> None:
+        rng = self._own["rng"]
+        saved = {*self._tree, *self._own["modules"], *rng["generators"]} - {OWN_NAME}
+        saved |= {name for name in self._source.layout.by_name if "." not in name}
+        if saved != set(self._objects):
+            raise StateError(
+                f"the snapshot holds {sorted(saved)} and tracked are {sorted(self._objects)}"
+            )
+        for name, value in self._objects.items():
+            if isinstance(value, nn.Module):
+                self._check_module(name)
+            elif isinstance(value, Tensor):
+                self._check_fits(name)
+            elif is_transparent(value):
+                self._check_optimizer(name, value)
+
+    def _check_module(self, name: str) -> None:
+        scan, buffers = self._scans[name], self._own["modules"][name]["buffers"]
+        for held in scan.places:
+            if held.tensor is not None and not held.is_buffer:
+                self._check_fits(held.name)
+        known = {held.name for held in scan.places}
+        known |= {b.name for b in buffers if b.name.rpartition(".")[0] in scan.owners}
+        for path in sorted(self._source.layout.by_name.keys() - known):
+            if path.startswith(f"{name}."):
+                raise StateError(f"the snapshot holds {path}, which the model has not")
+
+    def _check_fits(self, name: str) -> None:
+        wanted = self._source.layout.specs.get(name)
+        if wanted is None:
+            raise StateError(f"the snapshot has no {name}; was it taken of another model?")
+        spec: TensorSpec = self._live[name].spec
+        if wanted != spec:
+            raise StateError(f"{name} is {words(spec)} here and {words(wanted)} in the snapshot")
+
+    def _check_optimizer(self, name: str, optimizer: Optimizer) -> None:
+        saved, here = self._tree[name], optimizer_names(name, optimizer, self._names)
+        known = {parameter for group in here for parameter in group}
+        if len(saved["param_groups"]) != len(here) or not known.issuperset(saved["state"]):
+            strange = sorted(set(saved["state"]) - known)[:3]
+            raise StateError(
+                f"{name} has {len(here)} parameter groups, the snapshot has"
+                f" {len(saved['param_groups'])}; parameters that only it knows: {strange}"
+            )
+
+    # --- each kind of object ----------------------------------------------------------------------
+
+    def _restore_module(self, name: str, module: nn.Module) -> None:
+        flags = self._own["modules"][name]
+        buffers = {ref.name: ref for ref in flags["buffers"]}
+        places = {held.name: held for held in self._scans[name].places}
+        for held in places.values():
+            if held.tensor is not None and not held.is_buffer:
+                self._plan_copy(held.name, held.tensor)
+                held.tensor.grad = None
+            else:
+                ref = buffers.pop(held.name, None)
+                value = None if ref is None else self._tensor(ref, held.tensor)
+                held.owner._buffers[held.key] = value
+        for path, ref in buffers.items():  # registered later than in the constructor
+            owner, _, key = path.rpartition(".")
+            self._scans[name].owners[owner].register_buffer(key, self._tensor(ref, None))
+        extra, in_eval = self._fill(flags["extra"]), set(flags["eval"])
+        self._copy_planned()
+        for path, part in self._scans[name].parts:
+            part.training = path not in in_eval
+            if path in extra:
+                part.set_extra_state(extra[path])
+
+    def _restore_optimizer(self, name: str, optimizer: Optimizer) -> None:
+        saved = self._tree[name]
+        for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update(self._fill(values))
+        for parameter, parameter_name in named_parameters(name, optimizer, self._names):
+            parameter.grad = None
+            if parameter_name not in saved["state"]:
+                optimizer.state.pop(parameter, None)
+                continue
+            values = self._fill(saved["state"][parameter_name], like=parameter)
+            state = optimizer.state.setdefault(parameter, {})
+            state.clear()
+            state.update(values)
+
+    def _restore_other(self, name: str, value: Any) -> None:
+        refs: list[Ref] = []
+        plain.replace_refs(self._tree[name], refs.append)
+        if any(ref.shards is not None for ref in refs):
+            # Only the object knows the meshes of its DTensors.
+            sink = Sink(self._inspector, {})
+            plain.encode({name: value.state_dict()}, sink.leaf)
+            self._live.update(sink.found)
+        state = self._fill(self._tree[name])
+        self._copy_planned()
+        value.load_state_dict(state)
+        if isinstance(value, loaded_type("torchdata.stateful_dataloader", "StatefulDataLoader")):
+            # Its next iterator is made now, before the RNGs are set: making one draws from them.
+            value.state_dict()
+        if isinstance(value, torch.amp.GradScaler):
+            value._per_optimizer_states.clear()  # left over from an interrupted step
+
+    # --- tensors ----------------------------------------------------------------------------------
+
+    def _fill(self, value: Any, like: Tensor | None = None) -> Any:
+        return plain.replace_refs(value, lambda ref: self._tensor(ref, like))
+
+    def _tensor(self, ref: Ref, like: Tensor | None) -> Tensor:
+        """What `ref` stands for: the live tensor, or a new one like `like`; its copy is planned."""
+        entry = self._source.layout.by_name.get(ref.name)
+        if entry is None:
+            raise StateError(f"the snapshot refers to {ref.name} and has no such tensor")
+        live, specs = self._live.get(ref.name), self._source.layout.specs
+        if live is not None and live.spec == specs[ref.name] and live.ref.shards == ref.shards:
+            self._plan_copy(ref.name, live.tensor)
+            return live.tensor
+        if like is None and live is not None:
+            like = live.tensor
+        local = empty_like_saved(entry, ref, like)
+        made = local if ref.shards is None else sharded(local, entry, ref.shards, like)
+        self._plan_copy(ref.name, made)
+        return made
+
+    def _plan_copy(self, name: str, target: Tensor) -> None:
+        entry = self._source.layout.by_name[name]
+        self._targets.append(local_of(target))
+        self._sources.append(over(self._source.view(entry), entry))
+
+    def _copy_planned(self) -> None:
+        """All at once: a call for each tensor would cost as much as a small tensor's bytes."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)
+            self._targets, self._sources = [], []

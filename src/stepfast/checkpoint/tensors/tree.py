@@ -1,0 +1,128 @@
+"""The tracked objects of one rank, and the copies of their state into a slot and out of one.
+
+Owns: what is remembered between two captures; the digests of local tensors. Does not own: slot
+files (`arena`), checks of what is read (`checkpoint.restore`), when to capture (`capture`), what
+"restored" means (`restoration`).
+
+Invariants:
+- No collective is called; a rank can capture and restore whatever its peers do.
+- Nothing is remembered that is not looked at again: what a tensor is counts while that tensor is
+  the same object, with the same local part, shape, dtype, device and place in its mesh.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from stepfast.checkpoint import plain
+from stepfast.checkpoint.arena import Slot
+from stepfast.checkpoint.layout import Layout, TensorSpec
+from stepfast.checkpoint.tensors.local import Inspector, Known, over
+from stepfast.checkpoint.tensors.naming import OWN_NAME, Objects, check_trackable, is_transparent
+from stepfast.checkpoint.tensors.restoration import Restoration, Views
+from stepfast.checkpoint.tensors.walk import Sink, Walk
+from stepfast.errors import StateError
+
+
+class Collected(NamedTuple):
+    """The state of one moment: the objects' own local tensors, in the order of `layout.entries`."""
+
+    layout: Layout
+    tensors: list[Tensor]
+    plain: bytes
+
+
+class StateTree:
+    """The tracked objects of one rank. For the thread that trains, between two steps."""
+
+    def __init__(self, objects: Objects) -> None:
+        """Raises ScriptError for a name or an object that cannot be tracked."""
+        for name, value in objects.items():
+            check_trackable(name, value)
+        self._objects = dict(objects)
+        self._inspector = Inspector()
+        self._known: Mapping[str, Known] = {}
+        self._specs: list[TensorSpec] = []
+        self._layout: Layout | None = None
+        self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
+
+    @torch.no_grad()
+    def collect(self) -> Collected:
+        """What is there to keep now. ScriptError names the path of state that cannot be kept."""
+        sink = self._sink()
+        blob = Walk(self._objects).everything(sink)
+        found = self._known = sink.found
+        specs = [known.spec for known in found.values()]
+        room = self._layout is not None and self._layout.has_room_for(len(blob))
+        if self._layout is None or not room or specs != self._specs:
+            self._layout, self._specs = Layout.build(specs, len(blob)), specs
+        tensors = [found[entry.name].local for entry in self._layout.entries]
+        return Collected(self._layout, tensors, blob)
+
+    @torch.no_grad()
+    def copy_into(self, slot: Slot, state: Collected) -> None:
+        """Copy `state` into an unsealed slot of its layout."""
+        assert slot.layout.digest == state.layout.digest, "the slot is laid out for another state"
+        targets = self._slot_tensors.get(slot)
+        if targets is None:
+            # Kept, for making them again would cost as much as a small copy; gone with their slot.
+            targets = [over(slot.view(entry), entry) for entry in slot.layout.entries]
+            self._slot_tensors[slot] = targets
+        torch._foreach_copy_(targets, state.tensors)
+        slot.write_plain(state.plain)
+
+    @torch.no_grad()
+    def restore_from(self, source: Views) -> None:
+        """Bring every tracked object into the state of `source`; StateError: what does not fit."""
+        try:
+            tree = plain.decode(source.plain)
+        except ValueError as error:
+            raise StateError(str(error)) from error
+        walk, sink = Walk(self._objects), self._sink()
+        walk.held(sink)
+        self._known = {}  # or tensors that the restored state has not would stay alive
+        Restoration(walk, sink.found, self._inspector, source, tree).run()
+        after = Sink(self._inspector, sink.found)
+        Walk(self._objects).held(after)
+        self._check_restored(after.found, source)
+        self._known = after.found
+
+    @torch.no_grad()
+    def local_digests(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """Name, offsets and hash of each tracked local tensor, by name; RNGs left out.
+
+        Ranks that hold the same part of a tensor (replicas) return the same row.
+        """
+        sink = self._sink()
+        Walk(self._objects).everything(sink)
+        rows = []
+        for name, known in sorted(sink.found.items()):
+            if not name.startswith(f"{OWN_NAME}."):
+                raw = bytearray(known.spec.size_bytes)
+                over(memoryview(raw), known.spec).copy_(known.local)
+                digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
+                rows.append((name, known.spec.offsets, digest))
+        return rows
+
+    def _sink(self) -> Sink:
+        return Sink(self._inspector, self._known)
+
+    def _check_restored(self, found: Mapping[str, Known], source: Views) -> None:
+        """The other half of the layout's digest: what was restored has the snapshot's shape."""
+        owners = {
+            name
+            for name, value in self._objects.items()
+            if isinstance(value, nn.Module | Tensor) or is_transparent(value)
+        }
+        here = {n: known.spec for n, known in found.items() if n.partition(".")[0] in owners}
+        specs = source.layout.specs
+        wanted = {n: spec for n, spec in specs.items() if n.partition(".")[0] in owners}
+        if here != wanted:
+            names = [n for n in sorted(here | wanted) if here.get(n) != wanted.get(n)][:3]
+            raise StateError(f"after restoring, these tensors do not match the snapshot: {names}")

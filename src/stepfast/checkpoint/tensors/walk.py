@@ -1,0 +1,149 @@
+"""The tracked objects' state as it stands: tensors by name, and the plain values around them.
+
+Owns: which state each kind of object has; the order in which it is read. Does not own: names
+(`naming`), what a tensor is (`local`), putting state back (`restoration`).
+
+Invariant: RNG states are read after every `state_dict()`, for that may draw from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stepfast.checkpoint import plain
+from stepfast.checkpoint.plain import Ref
+from stepfast.checkpoint.tensors.local import Inspector, Known
+from stepfast.checkpoint.tensors.naming import (
+    OWN_NAME,
+    Objects,
+    ParameterNames,
+    Scan,
+    is_transparent,
+    named_parameters,
+    parameter_names,
+    scan_all,
+)
+from stepfast.errors import ScriptError
+
+
+class Sink:
+    """Collects tensors under their names while a state is walked."""
+
+    def __init__(self, inspector: Inspector, before: Mapping[str, Known]) -> None:
+        """`before`: what an earlier walk found; used where it is still true."""
+        self.found: dict[str, Known] = {}
+        self._inspector = inspector
+        self._before = before
+
+    def add(self, name: str, tensor: Tensor) -> Ref:
+        """Take `tensor` in; the name is free."""
+        known = self._before.get(name)
+        if known is None or not known.is_good(tensor):
+            known = self._inspector.known(name, tensor)
+        self.found[name] = known
+        return known.ref
+
+    def leaf(self, value: object, path: str) -> Ref | None:
+        """For `plain.encode`."""
+        if not isinstance(value, Tensor):
+            return value if type(value) is Ref else None
+        while path in self.found:  # {"a.b": x, "a": {"b": y}} has one path for two tensors
+            path += "~"
+        return self.add(path, value)
+
+
+class Walk:
+    """One look at the objects: modules first, for optimizers name their state after them."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.scans = scan_all(objects)
+        self.names: ParameterNames = parameter_names(objects, self.scans)
+
+    def everything(self, sink: Sink) -> bytes:
+        """Hand every tensor to `sink`, RNGs too; return the plain values."""
+        trees, modules = self._held(sink)
+        for name, value in self.objects.items():
+            if not is_transparent(value) and not isinstance(
+                value, nn.Module | Tensor | torch.Generator
+            ):
+                trees[name] = value.state_dict()
+        own = {"modules": modules, "rng": _rng_states(self.objects)}
+        return plain.encode({**trees, OWN_NAME: own}, sink.leaf)
+
+    def held(self, sink: Sink) -> None:
+        """Hand to `sink` what modules and optimizers hold; no `state_dict()` is called."""
+        trees, modules = self._held(sink)
+        plain.encode({**trees, OWN_NAME: {"modules": modules}}, sink.leaf)
+
+    def _held(self, sink: Sink) -> tuple[dict[str, object], dict[str, object]]:
+        """Optimizers as trees that `plain.encode` will walk, and what is plain about modules."""
+        trees: dict[str, object] = {}
+        modules: dict[str, object] = {}
+        for name, value in self.objects.items():
+            if isinstance(value, nn.Module):
+                modules[name] = _module_values(self.scans[name], sink)
+            elif isinstance(value, Tensor):
+                sink.add(name, value)
+            elif is_transparent(value):
+                trees[name] = _optimizer_tree(name, value, self.names)
+        return trees, modules
+
+
+def set_rng_states(objects: Objects, states: Mapping[str, Any]) -> None:
+    """Put back what was read of the generators: the tracked ones, torch's and the process's."""
+    for name, value in objects.items():
+        if isinstance(value, torch.Generator):
+            value.set_state(states["generators"][name])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+    torch.set_rng_state(states["torch"])
+    plain.set_process_rng(states["process"])
+
+
+def _rng_states(objects: Objects) -> dict[str, object]:
+    states: dict[str, object] = {"process": plain.process_rng(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    states["generators"] = {
+        n: value.get_state() for n, value in objects.items() if isinstance(value, torch.Generator)
+    }
+    return states
+
+
+def _module_values(scan: Scan, sink: Sink) -> dict[str, object]:
+    """Hand the module's tensors to `sink`; return what is plain about it."""
+    buffers: list[Ref] = []
+    for held in scan.places:
+        if held.tensor is not None:
+            ref = sink.add(held.name, held.tensor)
+            if held.is_buffer:
+                buffers.append(ref)
+    extra = {
+        path: part.get_extra_state()
+        for path, part in scan.parts
+        if type(part).get_extra_state is not nn.Module.get_extra_state
+    }
+    in_eval = [path for path, part in scan.parts if not part.training]
+    return {"eval": in_eval, "extra": extra, "buffers": buffers}
+
+
+def _optimizer_tree(name: str, optimizer: Optimizer, known: ParameterNames) -> dict[str, object]:
+    state: dict[str, object] = {}
+    for parameter, parameter_name in named_parameters(name, optimizer, known):
+        if parameter in optimizer.state:  # looking it up would make an entry
+            state[parameter_name] = optimizer.state[parameter]
+    if any(not isinstance(key, Tensor) for key in optimizer.state):
+        raise ScriptError(
+            f"{name} keeps state that belongs to no parameter; give it state_dict() of its own"
+        )
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
