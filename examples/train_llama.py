@@ -16,6 +16,7 @@ import hashlib
 import math
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -220,6 +221,14 @@ def read_corpus(directory: Path) -> bytearray:
     return corpus[:CORPUS_BYTES_MAX]
 
 
+class LazySampler(DistributedSampler[list[Tensor]]):
+    """The order is a function of seed and epoch alone, and made when the first index is asked for:
+    a loader that resumes makes iterators which it never uses."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from super().__iter__()
+
+
 def build_data(
     run: stepfast.Run, args: argparse.Namespace, corpus: bytearray
 ) -> tuple[StatefulDataLoader[list[Tensor]], Tensor]:
@@ -236,11 +245,7 @@ def build_data(
     # Each window ends with the token that the next one starts with: it is a target there only.
     windows_NT = torch.frombuffer(corpus, dtype=torch.uint8).unfold(0, length + 1, length)
     training = TensorDataset(windows_NT[:cut])
-    sampler: DistributedSampler[list[Tensor]] = (
-        DistributedSampler(  # its order is a function of seed and epoch alone
-            training, run.world_size, run.rank, seed=args.seed, drop_last=True
-        )
-    )
+    sampler = LazySampler(training, run.world_size, run.rank, seed=args.seed, drop_last=True)
     batches = StatefulDataLoader(
         training, args.batch_size, sampler=sampler, num_workers=args.workers, drop_last=True
     )

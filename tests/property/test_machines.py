@@ -45,17 +45,17 @@ KINDS = (
 # Seeds that once failed, and what was wrong. What a seed does changes with the world; the cases
 # themselves stand as tests of the machines in tests/unit/core.
 ONCE_FAILED = {
-    "a killed rank was told of into a lost connection": 1,
+    "a generation was opened over an agent that had just died": 1,
     "an agent that stopped in order was never missed": 2,
-    "a process that hung before the function was never missed": 3,
-    "a node that said goodbye in a recovery was no fault": 4,
-    "a silent node on a standing connection was never taken back": 6,
-    "the return of a rank was lost with its connection": 44,
-    "a fresh agent within the silence was no fault": 70,
-    "a rank that had no process when it began was called a survivor": 74,
-    "what a silent node had said was never said again": 123,
-    "a killed rank was counted at the barrier by its last report": 179,
-    "two agents died, and only the first one back was a fault": 1756,
+    "a coordinator that came back found half a generation": 4,
+    "the return of a rank was lost with its connection": 13,
+    "a frozen agent on a standing connection was never taken back": 17,
+    "what was said into a lost connection was never said again": 19,
+    "a node that said goodbye in a recovery was no fault": 103,
+    "an order to start was lost with its connection": 153,
+    "a process that was stopped before its function was never missed": 156,
+    "a rank that had no process when it began was called a survivor": 170,
+    "a return that came before every node was back was dropped": 2324,
 }
 
 

@@ -190,7 +190,9 @@ class _Cluster:
                     child.process.kill()
 
     def _end_agents(self, *, at_once: bool) -> None:
-        """Most have been told by the coordinator; the others are now. Who does not go is made to."""
+        """Most have been told by the coordinator; the others are now. Who does not go is made
+        to.
+        """
         deadline = time.monotonic() + (0.0 if at_once else _AGENTS_LIMIT_S)
         if self._kill_at is not None:
             deadline = min(deadline, self._kill_at)

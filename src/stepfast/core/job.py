@@ -175,7 +175,9 @@ def _rank_progress(
     turn: Turn, node: NodeId, message: RankResumed | FirstStepDone | RankReturned
 ) -> None:
     state = turn.state
-    if message.generation != state.generation or state.phase not in (Phase.STARTING, Phase.RUNNING):
+    # While forming: a coordinator that came back hears of a generation that it may adopt.
+    heeded = (Phase.FORMING, Phase.STARTING, Phase.RUNNING)
+    if message.generation != state.generation or state.phase not in heeded:
         turn.record(Dropped(what=type(message).__name__, generation=message.generation, node=node))
         return
     if isinstance(message, RankReturned):

@@ -58,7 +58,7 @@ def run_rank(sock: socket.socket, script: str, script_args: list[str]) -> int:
         return _refuse(
             process, ScriptError(f"the script ended with {ending.code!r} before training")
         )
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the script's; it becomes a fault
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - becomes a fault
         return _refuse(process, error)
     if not _Attached.entered:
         hint = "decorate the training function with @stepfast.resilient and call it"

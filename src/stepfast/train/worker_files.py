@@ -13,10 +13,11 @@ _PATH_CHARS_MAX = 80  # a socket's path may have 107, and multiprocessing adds a
 
 
 def put_worker_files_into(directory: Path) -> None:
-    """Let this process and what it forks use `directory`; a path too long for sockets is left alone.
+    """Let this process and what it forks use `directory`; a path too long for sockets is left
+    alone.
 
-    multiprocessing has no public name for this; where the private one is gone, its own default stays
-    and files of killed workers stay in the temporary directory.
+    multiprocessing has no public name for this; where the private one is gone, its own default
+    stays and files of killed workers stay in the temporary directory.
     """
     config = getattr(multiprocessing.current_process(), "_config", None)
     if not isinstance(config, dict) or len(str(directory)) > _PATH_CHARS_MAX:

@@ -38,8 +38,8 @@ from stepfast.train.rank_host import RankHost
 from stepfast.train.report import forget_frames, report_of
 from stepfast.train.rng import RngState
 from stepfast.train.session import Run
-from stepfast.train.worker_files import put_worker_files_into
 from stepfast.train.whereabouts import Whereabout
+from stepfast.train.worker_files import put_worker_files_into
 
 FaultsMaker = Callable[[RankStart, Callable[[str, str], None]], FaultPoints]
 

@@ -26,6 +26,7 @@ from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, Step
 from stepfast.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
 from stepfast.events import (
     DecisionMade,
+    Dropped,
     FaultSeen,
     GenerationOpened,
     GenerationRunning,
@@ -359,6 +360,20 @@ def test_a_coordinator_that_comes_back_adopts_the_ranks_that_train():
     assert phase(rig) is Phase.RUNNING
     assert not rig.all_of(Interrupt) and not rig.all_of(GenerationOpened)
     for number in range(4):
+        rig.returned(number)
+    assert rig.all_of(JobEnded)[0].status == "finished"
+
+
+def test_a_rank_that_returns_before_every_node_is_back_is_not_forgotten():
+    rig = coordinator_back()
+    rig.hello(1)
+    rig.report(1)
+    rig.returned(3)
+    assert not rig.now_of(Dropped)
+    rig.hello(0)
+    rig.report(0)
+    assert phase(rig) is Phase.RUNNING
+    for number in (0, 1, 2):
         rig.returned(number)
     assert rig.all_of(JobEnded)[0].status == "finished"
 

@@ -35,7 +35,7 @@ class _Place(NamedTuple):
 
     mesh: Any
     placements: tuple[Any, ...]
-    coordinate: tuple[int, ...] | None
+    coordinate: Any  # a list or a tuple, by torch's version; None outside of the mesh
 
 
 class Known(NamedTuple):
@@ -52,16 +52,22 @@ class Known(NamedTuple):
         if tensor is not self.tensor:
             return False
         local, spec = self.local, self.spec
-        if self.place is not None and (
-            local_of(tensor) is not local
-            or tensor.shape != spec.global_shape
-            or _place_of(tensor) != self.place
-        ):
+        if self.place is not None and not self._is_at(self.place, tensor):
             return False
         return (
             local.shape == spec.shape
             and _DTYPES.get(local.dtype) == spec.dtype
             and local.device.type == self.ref.device
+        )
+
+    def _is_at(self, place: _Place, dtensor: Any) -> bool:
+        # Field by field and without a _Place of its own: it is asked of each tensor at every step.
+        return (
+            dtensor._local_tensor is self.local
+            and dtensor.device_mesh is place.mesh
+            and dtensor.placements == place.placements
+            and place.mesh.get_coordinate() == place.coordinate
+            and dtensor.shape == self.spec.global_shape
         )
 
 
@@ -73,12 +79,11 @@ class Inspector:
 
     def known(self, name: str, tensor: Tensor) -> Known:
         """What is to be known of `tensor` under `name`; ScriptError where it cannot be kept."""
-        spec = self.spec(name, tensor)
+        spec = self._spec(name, tensor)
         ref = Ref(name, tensor.device.type, shards_of(tensor))
         return Known(tensor, local_of(tensor), _place_of(tensor), ref, spec)
 
-    def spec(self, name: str, tensor: Tensor) -> TensorSpec:
-        """Its dtype and which part of which shape it is; ScriptError where it cannot be kept."""
+    def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
         if nn.parameter.is_lazy(tensor):
             raise ScriptError(f"{name} has no shape yet; run the model once before run.track()")
         dtype, kept = _DTYPES.get(tensor.dtype), tensor.layout is torch.strided
@@ -99,7 +104,7 @@ class Inspector:
 
     def _offsets_of(self, shape: tuple[int, ...], place: _Place) -> tuple[int, ...]:
         # By the mesh's shape: a mesh as a key would outlive its generation.
-        key = (shape, place.mesh.shape, place.placements, place.coordinate)
+        key = (shape, place.mesh.shape, place.placements, tuple(place.coordinate or ()))
         offsets = self._offsets.get(key)
         if offsets is None:
             from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -188,6 +193,4 @@ def _place_of(tensor: Tensor) -> _Place | None:
     if dtensor is None:
         return None
     mesh = dtensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    # A list in older versions of torch.
-    return _Place(mesh, dtensor.placements, None if coordinate is None else tuple(coordinate))
+    return _Place(mesh, dtensor.placements, mesh.get_coordinate())
