@@ -221,7 +221,7 @@ def read_corpus(directory: Path) -> bytearray:
     return corpus[:CORPUS_BYTES_MAX]
 
 
-class LazySampler(DistributedSampler[list[Tensor]]):
+class LazySampler(DistributedSampler[int]):
     """The order is a function of seed and epoch alone, and made when the first index is asked for:
     a loader that resumes makes iterators which it never uses."""
 

@@ -46,6 +46,7 @@ _HELLO_LIMIT_S = 10.0
 _FLUSH_LIMIT_S = 1.0
 _PROGRESS_INTERVAL_S = 0.5
 _CLOSE_REFUSED = 4003
+_BEATS_MISSED_MAX = 4  # an agent that missed so many heartbeats may be followed by another
 
 
 class _Peer:
@@ -53,7 +54,20 @@ class _Peer:
 
     def __init__(self, websocket: WebSocket) -> None:
         self.websocket = websocket
+        self.is_followed = asyncio.Event()
+        self.is_over = asyncio.Event()
         self.outbox: asyncio.Queue[FromCoordinator] = asyncio.Queue(_OUTBOX_MESSAGES_MAX)
+
+    async def receive(self) -> bytes:
+        """The next message. Raises OperatingError where a newer connection has followed this one."""
+        reading = asyncio.ensure_future(self.websocket.receive_bytes())
+        followed = asyncio.ensure_future(self.is_followed.wait())
+        await asyncio.wait({reading, followed}, return_when=asyncio.FIRST_COMPLETED)
+        followed.cancel()
+        if not reading.done():
+            reading.cancel()
+            raise OperatingError("a newer connection of this node took its place")
+        return reading.result()
 
     async def write(self) -> None:
         while True:
@@ -188,20 +202,31 @@ class JobServer:
             return f"the agent speaks protocol {hello.protocol}, the coordinator {PROTOCOL_VERSION}"
         if not 0 <= hello.node < self.state.nodes:
             return f"there is no node {hello.node}; the job has {self.state.nodes} nodes"
-        if hello.node in self._peers:
+        if hello.node in self._peers and not self._may_take_over(hello):
             return f"node {hello.node} is already here; give each agent its own --node"
         return None
+
+    def _may_take_over(self, hello: Hello) -> bool:
+        """The same agent over a new connection, or another one where the old has fallen silent."""
+        view = self.state.membership.nodes[hello.node]
+        silent_s = self._clock.monotonic() - view.seen_at
+        limit_s = self.state.timeouts.heartbeat_interval_s * _BEATS_MISSED_MAX
+        return (hello.host, hello.pid) == (view.host, view.pid) or silent_s > limit_s
 
     async def _serve_agent(self, websocket: WebSocket, hello: Hello) -> None:
         node = hello.node
         peer = _Peer(websocket)
+        old = self._peers.get(node)
+        if old is not None:
+            old.is_followed.set()
+            await old.is_over.wait()
         self._peers[node] = peer
         writing = asyncio.create_task(peer.write())
         reason = "the connection ended"
         try:
             self._driver.feed(FromNode(node, hello))
             while not writing.done():
-                data = await websocket.receive_bytes()
+                data = await peer.receive()
                 self._driver.feed(FromNode(node, AGENT_TO_COORDINATOR.decode(data)))
         except OperatingError as error:
             reason = str(error)
@@ -209,11 +234,12 @@ class JobServer:
             reason = f"the connection ended ({error})" if str(error) else reason
         finally:
             writing.cancel()
-            del self._peers[node]
+            if self._peers.get(node) is peer:
+                del self._peers[node]
             self._driver.feed(NodeConnectionLost(node, reason))
+            peer.is_over.set()
 
-    # --- the machine's hands
-    # -----------------------------------------------------------------------
+    # --- the machine's hands ---------------------------------------------------------------------
 
     def perform(self, output: Output) -> None:
         """Carry out one order of the job's machine."""

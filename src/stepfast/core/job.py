@@ -229,8 +229,7 @@ def _tick(turn: Turn) -> None:
     job_faults.nodes_overdue(turn)
 
 
-# --- levels: what can happen now
-# ---------------------------------------------------------------------------------
+# --- levels: what can happen now -----------------------------------------------------------------
 
 
 def _advance(turn: Turn) -> None:

@@ -25,8 +25,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base: frozen, keyword-only, tagged by its class name."""
 
 
-# --- what a rank's process is told when it is made
-# -------------------------------------------------------------
+# --- what a rank's process is told when it is made -----------------------------------------------
 
 
 class JobSettings(_Message, frozen=True, kw_only=True):
@@ -48,8 +47,7 @@ class JobSettings(_Message, frozen=True, kw_only=True):
     faults: tuple[str, ...]
 
 
-# --- agent -> coordinator
-# --------------------------------------------------------------------------------------
+# --- agent -> coordinator ------------------------------------------------------------------------
 
 
 class RankState(StrEnum):
@@ -198,8 +196,7 @@ class Bye(_Message, frozen=True, kw_only=True):
     node: NodeId
 
 
-# --- coordinator -> agent
-# --------------------------------------------------------------------------------------
+# --- coordinator -> agent ------------------------------------------------------------------------
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
@@ -257,8 +254,7 @@ class FinishJob(_Message, frozen=True, kw_only=True):
     reason: str
 
 
-# --- rank -> agent
-# ---------------------------------------------------------------------------------------------
+# --- rank -> agent -------------------------------------------------------------------------------
 
 
 class RankEntered(_Message, frozen=True, kw_only=True):
@@ -326,8 +322,7 @@ class ProbeAnswer(_Message, frozen=True, kw_only=True):
     stack: str
 
 
-# --- agent -> rank
-# ---------------------------------------------------------------------------------------------
+# --- agent -> rank -------------------------------------------------------------------------------
 
 
 class RankStart(_Message, frozen=True, kw_only=True):

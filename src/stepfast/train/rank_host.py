@@ -132,8 +132,7 @@ class RankHost:
         """Code that no signal may tear apart."""
         return self._monitor.shield()
 
-    # --- groups
-    # ------------------------------------------------------------------------------------
+    # --- groups ----------------------------------------------------------------------------------
 
     @contextmanager
     def forming_groups(self) -> Iterator[None]:
@@ -154,8 +153,7 @@ class RankHost:
         assert self.groups is not None, "inside a generation"
         return self.groups.recording()
 
-    # --- state
-    # -------------------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     def attach_state(self) -> None:
         """Restore from this rank's own slot; where the job begins, slots are only made ready."""
@@ -194,8 +192,7 @@ class RankHost:
         tracked = self.kept.tracked
         return digests_of(tracked.tree.local_digests()) if tracked is not None else ()
 
-    # --- the loop
-    # ----------------------------------------------------------------------------------
+    # --- the loop --------------------------------------------------------------------------------
 
     def begin_steps(self) -> Step:
         """Generators last, then the first boundary."""
