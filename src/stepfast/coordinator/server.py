@@ -59,7 +59,9 @@ class _Peer:
         self.outbox: asyncio.Queue[FromCoordinator] = asyncio.Queue(_OUTBOX_MESSAGES_MAX)
 
     async def receive(self) -> bytes:
-        """The next message. Raises OperatingError where a newer connection has followed this one."""
+        """The next message. Raises OperatingError where a newer connection has followed this
+        one.
+        """
         reading = asyncio.ensure_future(self.websocket.receive_bytes())
         followed = asyncio.ensure_future(self.is_followed.wait())
         await asyncio.wait({reading, followed}, return_when=asyncio.FIRST_COMPLETED)

@@ -8,51 +8,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepfast.core import node_watch
+from stepfast.core import node_ranks, node_watch
 from stepfast.core.faults import (
-    ErrorClass,
     Fault,
     FaultKind,
-    kind_of_end,
 )
 from stepfast.core.messages import (
     PROTOCOL_VERSION,
     Bye,
     FaultReported,
     FinishJob,
-    FirstStepDone,
     FromCoordinator,
-    FromRank,
-    Heartbeat,
     Hello,
     Interrupt,
-    PhaseBegan,
-    PhaseEnded,
-    ProbeAnswer,
     ProbeRanks,
-    RankEntered,
     RankFinish,
     RankLeave,
-    RankLogged,
-    RankNoted,
-    RankQuiet,
-    RankRaised,
-    RankResumed,
-    RankReturned,
     RankStart,
     RankState,
     StartGeneration,
     Welcome,
 )
 from stepfast.core.node_state import (
-    LOGGED_STEPS_MAX,
     CoordinatorConnected,
     CoordinatorLost,
     ForkFailed,
     FromJob,
     FromLocalRank,
     LocalRank,
-    Milestone,
     NodeInput,
     NodeNoted,
     NodeState,
@@ -64,8 +47,8 @@ from stepfast.core.node_state import (
     StoreReady,
 )
 from stepfast.core.node_turn import NodeTurn
-from stepfast.core.outputs import EndProcess, ForkRank, KillRank, OpenStore, Output
-from stepfast.core.terms import NO_GENERATION, Rank, Step
+from stepfast.core.outputs import EndProcess, KillRank, OpenStore, Output
+from stepfast.core.terms import Rank, Step
 from stepfast.core.timeouts import SETUP, LearnedLimits, solve_timeouts
 from stepfast.errors import EXIT_TRY_AGAIN
 
@@ -88,7 +71,7 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
         case FromJob(message, stopped):
             _from_job(turn, message, stopped)
         case FromLocalRank():
-            _from_rank(turn, given)
+            node_ranks.from_rank(turn, given)
         case RankForked(rank, incarnation, pid):
             turn.set_rank(rank, pid=pid, state=RankState.STARTING, forking=False, phase_since=now)
             if turn.state.finish is not None:
@@ -96,9 +79,9 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
             elif turn.state.ranks[rank].doomed:
                 turn.emit(KillRank(rank, incarnation, "replaced while it was being forked"))
         case ForkFailed(rank, incarnation, reason):
-            _fork_failed(turn, rank, incarnation, reason)
+            node_ranks.fork_failed(turn, rank, incarnation, reason)
         case RankEnded():
-            _rank_ended(turn, given)
+            node_ranks.rank_ended(turn, given)
         case StoreReady(port):
             turn.update(store_port=port, store_wanted=False)
         case StoreLost(reason):
@@ -159,7 +142,7 @@ def _welcome(turn: NodeTurn, welcome: Welcome) -> None:
         if rank not in turn.state.ranks:
             absent = LocalRank(rank=rank, incarnation=incarnation)
             turn.update(ranks={**turn.state.ranks, rank: absent})
-            _fork(turn, rank)
+            node_ranks.fork(turn, rank)
     if turn.state.store_port is None:
         _want_store(turn)
 
@@ -173,16 +156,6 @@ def _tell_again(turn: NodeTurn) -> None:
             turn.tell(milestone)
         for fault in local.faults:
             turn.tell(FaultReported(fault=fault))
-
-
-def _fork(turn: NodeTurn, rank: Rank) -> None:
-    """Order a fresh process: it has been in no generation, and keeps nothing but the slots."""
-    old = turn.state.ranks[rank]
-    fresh = LocalRank(
-        rank=rank, incarnation=old.incarnation + 1, forking=True, snapshots=old.snapshots
-    )
-    turn.update(ranks={**turn.state.ranks, rank: fresh})
-    turn.emit(ForkRank(rank, fresh.incarnation))
 
 
 def _interrupt(turn: NodeTurn, order: Interrupt) -> None:
@@ -209,7 +182,7 @@ def _replace_process(turn: NodeTurn, local: LocalRank, reason: str) -> None:
         turn.set_rank(local.rank, doomed=True)  # ended as soon as it stands
         return
     if local.pid == 0 or local.state is RankState.ABSENT:
-        _fork(turn, local.rank)
+        node_ranks.fork(turn, local.rank)
         return
     turn.set_rank(local.rank, doomed=True)
     turn.emit(KillRank(local.rank, local.incarnation, reason))
@@ -298,137 +271,6 @@ def _finish(turn: NodeTurn, order: FinishJob) -> None:
             turn.tell_rank(rank, RankFinish(finished=order.finished))
 
 
-# --- from the ranks ------------------------------------------------------------------------------
-
-
-def _from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
-    local = turn.state.ranks.get(given.rank)
-    if local is None or local.incarnation != given.incarnation or local.state is RankState.ABSENT:
-        return  # of a process that is no more
-    if given.snapshots is not None:
-        turn.set_rank(given.rank, snapshots=given.snapshots)
-    message: FromRank = given.message
-    match message:
-        case RankEntered():
-            turn.set_rank(given.rank, state=RankState.READY)
-        case PhaseBegan():
-            node_watch.phase_began(turn, given.rank, message)
-        case PhaseEnded():
-            node_watch.phase_ended(turn, given.rank, message)
-        case RankRaised():
-            _raised(turn, local, message)
-        case RankQuiet():
-            turn.set_rank(
-                given.rank,
-                state=RankState.QUIET,
-                generation=message.generation,
-                leave_deadline=None,
-                keep_obstacle=message.keep_obstacle,
-                build_has_collectives=message.build_has_collectives,
-            )
-        case RankResumed() | FirstStepDone():
-            _milestone(turn, given.rank, message)
-        case RankReturned():
-            turn.set_rank(given.rank, state=RankState.RETURNED, step=message.step)
-            _milestone(turn, given.rank, message)
-        case RankLogged(logged=logged):
-            turn.update(logged=(*turn.state.logged, logged)[-LOGGED_STEPS_MAX:])
-        case RankNoted(topic=topic, text=text):
-            turn.note(topic, text, given.rank)
-        case ProbeAnswer():
-            node_watch.answered(turn, given.rank, message)
-
-
-def _milestone(turn: NodeTurn, rank: Rank, message: Milestone) -> None:
-    turn.set_rank(rank, milestones=(*turn.state.ranks[rank].milestones, message))
-    turn.tell(message)
-
-
-def _raised(turn: NodeTurn, local: LocalRank, message: RankRaised) -> None:
-    collective = message.error.error_class is ErrorClass.COLLECTIVE
-    _tell_fault(
-        turn,
-        Fault(
-            kind=FaultKind.COLLECTIVE if collective else FaultKind.EXCEPTION,
-            generation=message.generation,
-            rank=local.rank,
-            node=turn.state.node,
-            step=message.step,
-            reason=f"rank {local.rank}: {message.error.type}: {message.error.message}",
-            incarnation=local.incarnation,
-            error=message.error,
-        ),
-    )
-
-
-def _tell_fault(turn: NodeTurn, fault: Fault) -> None:
-    _beat(turn)  # what was logged before the fault is delivered before it
-    local = turn.state.ranks.get(fault.rank) if fault.rank is not None else None
-    if local is not None:
-        others = tuple(f for f in local.faults if f.kind is not fault.kind)
-        turn.set_rank(local.rank, faults=(*others, fault))
-    turn.tell(FaultReported(fault=fault))
-
-
-# --- from the processes --------------------------------------------------------------------------
-
-
-def _rank_ended(turn: NodeTurn, end: RankEnded) -> None:
-    local = turn.state.ranks.get(end.rank)
-    if local is None or local.incarnation != end.incarnation:
-        return
-    turn.set_rank(end.rank, snapshots=end.snapshots)
-    if turn.state.finish is not None:
-        _ended_after_finish(turn, local, end)
-        return
-    generation, step_reached = local.generation, local.step
-    turn.set_rank(end.rank, state=RankState.ABSENT, pid=0, leave_deadline=None, doomed=False)
-    if local.doomed:
-        _fork(turn, end.rank)
-        return
-    how = f"signal {end.signal}" if end.signal is not None else f"exit code {end.exit_code}"
-    _tell_fault(
-        turn,
-        Fault(
-            kind=kind_of_end(end.signal),
-            generation=generation,
-            rank=end.rank,
-            node=turn.state.node,
-            step=step_reached,
-            reason=f"rank {end.rank} (pid {local.pid}) ended: {how}",
-            incarnation=local.incarnation,
-            log_tail=end.log_tail,
-        ),
-    )
-
-
-def _ended_after_finish(turn: NodeTurn, local: LocalRank, end: RankEnded) -> None:
-    turn.set_rank(local.rank, state=RankState.GONE, pid=0)
-    finish = turn.state.finish
-    assert finish is not None, "after the finish"
-    if finish.finished and (end.signal is not None or end.exit_code != 0):
-        how = f"signal {end.signal}" if end.signal is not None else f"exit code {end.exit_code}"
-        turn.note("after the end", f"rank {local.rank} ended with {how}", local.rank)
-
-
-def _fork_failed(turn: NodeTurn, rank: Rank, incarnation: int, reason: str) -> None:
-    turn.set_rank(rank, forking=False, state=RankState.ABSENT)
-    if turn.state.finish is not None:
-        return
-    _tell_fault(
-        turn,
-        Fault(
-            kind=FaultKind.EXIT,
-            generation=NO_GENERATION,
-            rank=rank,
-            node=turn.state.node,
-            step=Step(0),
-            reason=f"rank {rank} could not be started: {reason}",
-            incarnation=incarnation,
-        ),
-    )
-
-
 # --- time ----------------------------------------------------------------------------------------
 
 
@@ -440,7 +282,7 @@ def _tick(turn: NodeTurn) -> None:
     if state.settings is None:
         return
     if turn.now - state.beat_at >= turn.timeouts.heartbeat_interval_s:
-        _beat(turn)
+        node_ranks.beat(turn)
     if state.finish is None:
         node_watch.suspect(turn)
         node_watch.probe_overdue(turn)
@@ -450,16 +292,6 @@ def _tick(turn: NodeTurn) -> None:
         _kill_all(turn)
 
 
-def _beat(turn: NodeTurn) -> None:
-    state = turn.state
-    if not state.connected:
-        return
-    in_generation = (RankState.ACTIVE, RankState.RETURNED)
-    steps = {r: local.step for r, local in state.ranks.items() if local.state in in_generation}
-    turn.tell(Heartbeat(node=state.node, steps=steps, logged=state.logged))
-    turn.update(beat_at=turn.now, logged=())
-
-
 def _leave_overdue(turn: NodeTurn) -> None:
     for rank, local in sorted(turn.state.ranks.items()):
         if local.leave_deadline is None or turn.now < local.leave_deadline or local.doomed:
@@ -467,7 +299,7 @@ def _leave_overdue(turn: NodeTurn) -> None:
         limit_s = turn.timeouts.interrupt_deadline_s
         turn.set_rank(rank, leave_deadline=turn.now + limit_s)
         reason = f"rank {rank} did not leave generation {local.generation} within {limit_s:g} s"
-        _tell_fault(turn, _unreachable(turn, local, reason, limit_s))
+        node_ranks.tell_fault(turn, _unreachable(turn, local, reason, limit_s))
 
 
 def _start_overdue(turn: NodeTurn) -> None:
@@ -481,7 +313,7 @@ def _start_overdue(turn: NodeTurn) -> None:
             continue
         turn.set_rank(rank, phase_since=turn.now)
         reason = f"rank {rank} did not reach the resilient function within {limit_s:g} s"
-        _tell_fault(turn, _unreachable(turn, local, reason, limit_s))
+        node_ranks.tell_fault(turn, _unreachable(turn, local, reason, limit_s))
 
 
 def _unreachable(turn: NodeTurn, local: LocalRank, reason: str, limit_s: float) -> Fault:
@@ -511,7 +343,7 @@ def _end_if_done(turn: NodeTurn) -> None:
         return
     if any(local.pid or local.forking for local in state.ranks.values()):
         return
-    _beat(turn)
+    node_ranks.beat(turn)
     turn.update(ended=True)
     if state.connected:
         turn.tell(Bye(node=state.node))

@@ -1,0 +1,133 @@
+"""How a generation opens: from which step, at which store, and who keeps what it built.
+
+Works on a `Turn` of the job's machine (`core.job`). Owns: the choice, and the order to start.
+Invariants: opened only when every rank is out of the older generation; persisted before it is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from stepfast.core.job_state import (
+    JobState,
+    Phase,
+)
+from stepfast.core.job_turn import Turn
+from stepfast.core.membership import is_fresh, is_ready_to_start
+from stepfast.core.messages import (
+    NOTHING_BUILT,
+    RankReport,
+    StartGeneration,
+)
+from stepfast.core.recovery import RestorePlan, choose_step
+from stepfast.core.terms import Generation, Rank, Step
+from stepfast.errors import EXIT_TRY_AGAIN
+from stepfast.events import (
+    GenerationOpened,
+    Note,
+)
+
+
+def all_ranks_ready(state: JobState) -> bool:
+    """Whether every rank of the world waits for the next generation, on connected nodes."""
+    ranks = state.membership.ranks
+    if len(ranks) < state.settings.world_size:
+        return False
+    nodes_up = all(view.connected for view in state.membership.nodes.values())
+    return nodes_up and all(is_ready_to_start(r, state.generation) for r in ranks.values())
+
+
+def open_generation(turn: Turn) -> None:
+    """Choose step, store and who keeps the model; persist; tell."""
+    state = turn.state
+    store = state.membership.store_host(Generation(state.generation + 1))
+    if store is None:
+        return  # a store is being started; its node's report brings us back
+    ranks = state.membership.ranks
+    plan = choose_step({rank: r.snapshots for rank, r in ranks.items()}, state.lineage)
+    if plan is None and _would_start_over(state):
+        held = {r: [s.step for s in report.snapshots] for r, report in sorted(ranks.items())}
+        turn.end(
+            "failed",
+            EXIT_TRY_AGAIN,
+            f"no step is held by every rank (held: {held}); refusing to start over",
+        )
+        return
+    keep = _may_keep(turn, plan)
+    generation = Generation(state.generation + 1)
+    view = state.membership.nodes[store]
+    assert view.store_port is not None, "store_host names nodes with a store"
+    turn.persist(_opened_event(state, generation, plan, f"{view.host}:{view.store_port}", keep))
+    start = StartGeneration(
+        generation=generation,
+        step=plan.step if plan else None,
+        sources=dict(plan.sources) if plan else {},
+        store_host=view.host,
+        store_port=view.store_port,
+        incarnations={r: report.incarnation for r, report in sorted(ranks.items())},
+        keep=keep,
+        limit_step=state.hang_step,
+        limit_factor=2.0**state.hang_count,
+    )
+    for node in state.membership.connected_nodes:
+        turn.send(node, start)
+    resumed_from = plan.step if plan else Step(0)
+    incident = state.incident
+    if incident is not None:
+        incident = replace(incident, opened_generation=generation, kept_model=keep)
+    turn.update(
+        phase=Phase.STARTING,
+        generation=generation,
+        lineage=state.lineage.opened(generation, resumed_from),
+        membership=state.membership.store_taken(store),
+        incident=incident,
+        start=start,
+        resumed={},
+        steps={},
+        returned={},
+        probe=None,
+        kept=keep,
+    )
+
+
+def _would_start_over(state: JobState) -> bool:
+    held = (
+        s.step
+        for r in state.membership.ranks.values()
+        for s in r.snapshots
+        if state.lineage.admits(s)
+    )
+    return state.steps_max > 0 or max(held, default=Step(0)) > 0
+
+
+def _may_keep(turn: Turn, plan: RestorePlan | None) -> bool:
+    """Whether survivors keep what `run.once` built; why not is an event."""
+    ranks = turn.state.membership.ranks
+    survivors = [r for r in ranks.values() if not is_fresh(r) and r.keep_obstacle != NOTHING_BUILT]
+    if plan is None or not survivors:
+        return False
+    obstacles = sorted({r.keep_obstacle for r in survivors if r.keep_obstacle is not None})
+    if (
+        not obstacles
+        and len(survivors) < len(ranks)
+        and any(r.build_has_collectives for r in survivors)
+    ):
+        obstacles = ["build runs collectives, so fresh ranks cannot build alone"]
+    if obstacles:
+        turn.record(Note(topic="build again", text="; ".join(obstacles)))
+    return not obstacles
+
+
+def _opened_event(
+    state: JobState, generation: Generation, plan: RestorePlan | None, store: str, keep: bool
+) -> GenerationOpened:
+    ranks: dict[Rank, RankReport] = dict(sorted(state.membership.ranks.items()))
+    return GenerationOpened(
+        generation=generation,
+        step=plan.step if plan else None,
+        world_size=state.settings.world_size,
+        store=store,
+        pids={int(r): report.pid for r, report in ranks.items()},
+        incarnations={int(r): report.incarnation for r, report in ranks.items()},
+        kept=keep,
+    )
