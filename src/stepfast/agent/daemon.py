@@ -9,6 +9,7 @@ Invariant: what a rank said before its end is taken in before its end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -128,6 +129,11 @@ class Agent:
 
     async def run(self, join_limit_s: float) -> int:
         """Serve until the job is over here; the exit code."""
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: self._fail(
+                context.get("exception") or OperatingError(context["message"])
+            )
+        )
         link = asyncio.create_task(self._link.keep(join_limit_s))
         ticking = asyncio.create_task(self._tick())
         try:
@@ -148,12 +154,12 @@ class Agent:
         if self._processes is not None:
             await self._processes.close(_CLOSE_GRACE_S)
         self._tail.finish()
-        if self._settings is not None:
-            # An orderly end leaves nothing; the parent directory goes with the last node.
-            shutil.rmtree(self._driver.state.slot_root, ignore_errors=True)
-            parent = Path(self._driver.state.slot_root).parent
-            if parent.exists() and not any(parent.iterdir()):
-                shutil.rmtree(parent, ignore_errors=True)
+        if self._driver.state.is_job_over and self._settings is not None:
+            # An orderly end of the job leaves nothing; a node that only left may be needed again.
+            slot_root = Path(self._driver.state.slot_root)
+            shutil.rmtree(slot_root, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                slot_root.parent.rmdir()  # goes with the last node
 
     async def _tick(self) -> None:
         looked_at = 0.0
@@ -169,7 +175,20 @@ class Agent:
 
     def _spawn(self, work: asyncio.Task[None]) -> None:
         self._tasks.add(work)
-        work.add_done_callback(self._tasks.discard)
+        work.add_done_callback(self._spawned_ended)
+
+    def _spawned_ended(self, work: asyncio.Task[None]) -> None:
+        self._tasks.discard(work)
+        error = None if work.cancelled() else work.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """What fails in the loop ends this process: a node that is half there is worse than
+        none.
+        """
+        if not self._exit.done():
+            self._exit.set_exception(error)
 
     # --- inputs ----------------------------------------------------------------------------------
 
@@ -187,7 +206,8 @@ class Agent:
         self._settings = settings
         job = f"stepfast-{os.getuid()}-{settings.job_id}"
         slot_root = Path(settings.memory_dir) / job / f"node-{self._node_id}"
-        slot_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        slot_root.parent.mkdir(mode=0o700, exist_ok=True)
+        slot_root.mkdir(mode=0o700, exist_ok=True)
         log_root = Path(settings.job_dir) / "logs"
         log_root.mkdir(parents=True, exist_ok=True)
         self._driver.state = node.with_places(self._driver.state, str(slot_root), str(log_root))

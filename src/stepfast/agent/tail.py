@@ -25,10 +25,18 @@ class LogTail:
         self._prefixes: dict[Path, str] = {}
 
     def follow(self, path: Path, prefix: str) -> None:
-        """Show this file from its present end on, if it is not followed already."""
+        """Show this file from its present end on, in the place of the one with this prefix."""
         if path not in self._offsets:
+            self.look()
+            for old in [p for p, known in self._prefixes.items() if known == prefix]:
+                self._let_go(old)
             self._offsets[path] = path.stat().st_size if path.exists() else 0
             self._prefixes[path] = prefix
+
+    def _let_go(self, path: Path) -> None:
+        if rest := self._rests.pop(path, b""):
+            self._line(path, rest)
+        del self._offsets[path], self._prefixes[path]
 
     def look(self) -> None:
         """Show the new whole lines of every file."""

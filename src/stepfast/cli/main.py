@@ -39,6 +39,8 @@ def _dispatch(options: argparse.Namespace) -> int:
         case "run":
             from stepfast.cli.run import run_cluster
 
+            _check_summary(config)
+            os.environ.update(_token_for_children(config))
             return run_cluster(config, _checked_script(options.script), tuple(options.script_args))
         case "coordinator":
             return _coordinator(config, options)
@@ -56,7 +58,7 @@ def _config(options: argparse.Namespace) -> JobConfig:
         given[name] = tuple(value) if isinstance(value, list) else parse_text(name, value)
     file = Path(options.config) if options.config else None
     config = load_config(file, os.environ, given)
-    if config.fault:
+    if config.fault and options.command != "agent":
         from stepfast.chaos.inject import parse_fault
 
         for text in config.fault:
@@ -89,19 +91,38 @@ def _token(config: JobConfig) -> str | None:
         if not token:
             raise ConfigError(f"the token file {config.token_file} is empty")
         return token
-    return os.environ.get("STEPFAST_TOKEN") or None
+    # Taken out: what is started from here has no use for it, but for what is given it on purpose.
+    return os.environ.pop("STEPFAST_TOKEN", "") or None
+
+
+def _checked_token(config: JobConfig) -> str | None:
+    """The token; off loopback there has to be one."""
+    host, _ = split_address(config.listen)
+    token = _token(config)
+    if host not in LOOPBACK_HOSTS and token is None:
+        raise ConfigError(
+            f"listening on {host} needs a token: --token-file FILE,"
+            " or STEPFAST_TOKEN in the environment"
+        )
+    return token
+
+
+def _token_for_children(config: JobConfig) -> dict[str, str]:
+    """By environment: a command line can be read by everybody on the machine."""
+    token = _checked_token(config)
+    return {} if token is None else {"STEPFAST_TOKEN": token}
+
+
+def _check_summary(config: JobConfig) -> None:
+    if config.summary and not Path(config.summary).resolve().parent.is_dir():
+        raise ConfigError(f"--summary {config.summary}: its directory does not exist")
 
 
 def _coordinator(config: JobConfig, options: argparse.Namespace) -> int:
     from stepfast.cli.serve import serve_coordinator
 
-    host, _ = split_address(config.listen)
-    token = _token(config)
-    if host not in LOOPBACK_HOSTS and token is None and options.listen_fd is None:
-        raise ConfigError(
-            f"listening on {host} needs a token: --token-file FILE,"
-            " or STEPFAST_TOKEN in the environment"
-        )
+    _check_summary(config)
+    token = _checked_token(config)
     return serve_coordinator(
         config,
         token=token,

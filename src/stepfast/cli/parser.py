@@ -33,7 +33,7 @@ _JOB = (
 )
 _COORDINATOR = (*_JOB, "listen", "token_file")
 _AGENT = ("host", "token_file", "join_limit_s")
-_RUN = (*_JOB, "listen")
+_RUN = (*_JOB, "listen", "token_file")
 
 _RUN_EXAMPLES = """examples:
   stepfast run --nproc-per-node 4 train.py --steps 1000

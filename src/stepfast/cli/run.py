@@ -20,7 +20,7 @@ from typing import IO
 
 from stepfast.cli.serve import listen, new_job_dir
 from stepfast.config import JobConfig
-from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError
+from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.runtime.descendants import ProcessTable, try_signal
 from stepfast.runtime.spawning import become_subreaper, die_with_parent
@@ -29,6 +29,7 @@ _STOP_LIMIT_S = 8.0  # from the first signal; then everything is killed
 _HURRY_LIMIT_S = 1.0  # from the second one
 _AGENTS_LIMIT_S = 6.0  # agents may outlive the coordinator by so much
 _RESTARTS_MAX = 5
+_LEAVE_S = 1.5  # agents of a job that ends leave so long before its coordinator, at the most
 _READ_BYTES = 1 << 16
 _EXIT_AFTER_SIGNAL = 128
 
@@ -39,6 +40,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     rest: bytes = b""
     restarts: int = 0
+    ended_at: float | None = None  # when its end was seen
 
 
 class _Console:
@@ -95,6 +97,7 @@ class _Cluster:
         self._told = 0  # how many of them the coordinator has been told of
         self._signal: int = signal.SIGTERM
         self._kill_at: float | None = None
+        self._code_of_agent: int | None = None  # of one that left by itself before the job's end
         self._agents: dict[int, _Child] = {}
         self._listener = listen(config.listen)
         self._coordinator = self._start_coordinator()
@@ -112,6 +115,8 @@ class _Cluster:
         code = self._coordinator.process.returncode
         self._end_agents(at_once=code != EXIT_FINISHED)
         self._console.finish()
+        if self._code_of_agent is not None:
+            return self._code_of_agent
         if code >= 0:
             return code
         return _EXIT_AFTER_SIGNAL + self._signal if self._stops else EXIT_TRY_AGAIN
@@ -166,14 +171,22 @@ class _Cluster:
         return child
 
     def _restart_dead_agents(self, address: str) -> None:
+        """One that died or left comes back as the same node; one that cannot serve ends the job."""
         for node, child in list(self._agents.items()):
             code = child.process.poll()
-            if code is None or self._stops or child.restarts >= _RESTARTS_MAX:
+            if code is None or self._stops:
                 continue
-            if code >= 0:
-                continue  # it left by itself: its job is over, or it said why it cannot serve
+            child.ended_at = child.ended_at or time.monotonic()
+            leaves_with_its_job = code >= 0 and time.monotonic() - child.ended_at < _LEAVE_S
+            if code == EXIT_FINISHED or leaves_with_its_job:
+                continue
+            if code == EXIT_USER_ERROR or child.restarts >= _RESTARTS_MAX:
+                self._code_of_agent = code if code > 0 else EXIT_TRY_AGAIN
+                self.stop(signal.SIGTERM)
+                continue
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
             self._console.line(
-                f"[stepfast] the agent of node {node} ended (signal {-code}); starting it again"
+                f"[stepfast] the agent of node {node} ended ({how}); starting it again"
             )
             fresh = self._start_agent(node, address)
             fresh.restarts = child.restarts + 1
@@ -238,7 +251,7 @@ def _flags_of(config: JobConfig) -> list[str]:
     flags: list[str] = []
     for name in JobConfig.__dataclass_fields__:
         value = getattr(config, name)
-        if name in ("listen", "host", "token_file") or value in ("", None, ()):
+        if name in ("host", "token_file") or value in ("", None, ()):
             continue
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, tuple):

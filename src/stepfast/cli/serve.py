@@ -20,7 +20,7 @@ from stepfast.agent.daemon import Agent, Script
 from stepfast.config import JobConfig, split_address
 from stepfast.coordinator.journal import EVENTS_FILE, Journal, read_events
 from stepfast.coordinator.server import JobServer
-from stepfast.core.job_state import JobState
+from stepfast.core.job_state import JobEnd, JobState
 from stepfast.core.messages import JobSettings
 from stepfast.core.policy import Budget
 from stepfast.core.terms import NodeId
@@ -83,14 +83,6 @@ def serve_coordinator(
         raise ConfigError(f"the job in {job_dir} has finished; choose another --job-dir")
     voice = _Voice(is_marked=is_marked)
     state = _first_state(config, journal, job_dir, clock.monotonic())
-    server = JobServer(
-        state,
-        journal=journal,
-        clock=clock,
-        token=token,
-        say=voice.say,
-        say_progress=voice.say_progress,
-    )
     if listen_fd is None:
         host, port = listener.getsockname()[:2]
         voice.say(f"listening on {host}:{port}")
@@ -101,26 +93,41 @@ def serve_coordinator(
         script=script_name,
         stepfast_version=stepfast.__version__,
     )
-    asyncio.run(_serve_job(server, listener, opened))
-    return _conclude(server, journal, voice, config)
+    end = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
+    return _conclude(end, journal, voice, config)
 
 
-async def _serve_job(server: JobServer, listener: socket.socket, opened: JobOpened) -> None:
+async def _serve_job(
+    state: JobState,
+    journal: Journal,
+    voice: _Voice,
+    token: str | None,
+    listener: socket.socket,
+    opened: JobOpened,
+) -> JobEnd | None:
+    server = JobServer(
+        state,
+        journal=journal,
+        clock=SystemClock(),
+        token=token,
+        say=voice.say,
+        say_progress=voice.say_progress,
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         name = signal.Signals(number).name
         loop.add_signal_handler(number, server.stop, name, _EXIT_AFTER_SIGNAL + number)
     await server.run(listener, opened)
+    return server.state.end
 
 
-def _conclude(server: JobServer, journal: Journal, voice: _Voice, config: JobConfig) -> int:
+def _conclude(end: JobEnd | None, journal: Journal, voice: _Voice, config: JobConfig) -> int:
     """The summary, and the last words: traceback and one line of cause."""
     journal.close()
     summary = summarize(read_events(journal.directory / EVENTS_FILE))
     write_summary(journal.directory / SUMMARY_FILE, summary)
     if config.summary:
         write_summary(Path(config.summary), summary)
-    end = server.state.end
     if end is None:
         return 1
     if end.status == "failed":

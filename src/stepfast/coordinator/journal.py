@@ -17,7 +17,7 @@ from typing import IO
 import msgspec
 
 from stepfast.core.recovery import Lineage
-from stepfast.core.terms import NO_GENERATION, Generation, JobId, Step
+from stepfast.core.terms import NO_GENERATION, NOTHING_HELD, Generation, JobId, Step
 from stepfast.errors import ConfigError, OperatingError
 from stepfast.events import (
     EVENTS_VERSION,
@@ -71,7 +71,7 @@ class Journal:
             ) from None
         self.job_id = self._read_or_make_id()
         self.history = read_history(directory / EVENTS_FILE)
-        self._file: IO[bytes] = (directory / EVENTS_FILE).open("ab")
+        self._file: IO[bytes] = _open_log(directory / EVENTS_FILE)
 
     def append(self, event: Event, *, durable: bool) -> None:
         """Write one line; with `durable`, return only when it is on the disk."""
@@ -103,6 +103,19 @@ class Journal:
         return job_id
 
 
+def _open_log(path: Path) -> IO[bytes]:
+    """The log, ready for a whole line: one that a crash tore gets its end, and stays unreadable."""
+    is_torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    file = path.open("ab")
+    if is_torn:
+        file.write(b"\n")
+        file.flush()
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(directory)
+    os.close(directory)
+    return file
+
+
 def read_events(path: Path) -> list[EventLine]:
     """All whole lines of a log; a torn last line and types of other versions are passed over."""
     if not path.exists():
@@ -123,7 +136,7 @@ def read_history(path: Path) -> History:
         match line.event:
             case GenerationOpened(generation=g, step=step):
                 generation = Generation(g)
-                lineage = lineage.opened(generation, Step(step or 0))
+                lineage = lineage.opened(generation, NOTHING_HELD if step is None else Step(step))
                 steps_max = max(steps_max, step or 0)
             case GenerationRunning(step=step) | Recovered(resumed_step=step):
                 steps_max = max(steps_max, step)

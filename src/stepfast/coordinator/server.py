@@ -12,6 +12,7 @@ import hmac
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -44,6 +45,7 @@ _TICK_S = 0.02
 _OUTBOX_MESSAGES_MAX = 10_000  # a node that reads nothing for so long is cut off and joins again
 _HELLO_LIMIT_S = 10.0
 _FLUSH_LIMIT_S = 1.0
+_CLOSE_LIMIT_S = 3.0
 _PROGRESS_INTERVAL_S = 0.5
 _CLOSE_REFUSED = 4003
 _BEATS_MISSED_MAX = 4  # an agent that missed so many heartbeats may be followed by another
@@ -111,6 +113,7 @@ class JobServer:
         self._peers: dict[NodeId, _Peer] = {}
         self._driver: Driver[JobState, JobInput] = Driver(job.step, state, self, clock)
         self._ended = asyncio.Event()
+        self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.app = Starlette(
             routes=[
                 WebSocketRoute("/agent", self._agent),
@@ -125,7 +128,7 @@ class JobServer:
 
     def stop(self, reason: str, exit_code: int) -> None:
         """End the job in order; again: hurry."""
-        self._driver.feed(StopRequested(reason, exit_code))
+        self._feed(StopRequested(reason, exit_code))
 
     async def run(self, listener: socket.socket, opened: JobOpened) -> None:
         """Serve until the job has ended and all nodes were told; `opened` is the first event."""
@@ -143,18 +146,20 @@ class JobServer:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         ticking = asyncio.create_task(self._tick())
         ended = asyncio.create_task(self._ended.wait())
-        done, _ = await asyncio.wait({serving, ticking, ended}, return_when=asyncio.FIRST_COMPLETED)
+        waits: set[asyncio.Future[Any]] = {serving, ticking, ended, self._fatal}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         ticking.cancel()
+        if self._fatal.done():
+            self._fatal.result()
         await self._flush()
         server.should_exit = True
-        await asyncio.wait({serving}, timeout=3.0)
-        for task in done - {ended}:
-            task.result()  # a broken invariant or a full disk: crash with it
+        await asyncio.wait({serving}, timeout=_CLOSE_LIMIT_S)
+        self._fatal.cancel()
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self._driver.feed(Tick())
+            self._feed(Tick())
             now = self._clock.monotonic()
             if now - self._progress_at >= _PROGRESS_INTERVAL_S and self.state.steps:
                 self._progress_at = now
@@ -217,29 +222,44 @@ class JobServer:
 
     async def _serve_agent(self, websocket: WebSocket, hello: Hello) -> None:
         node = hello.node
-        peer = _Peer(websocket)
-        old = self._peers.get(node)
-        if old is not None:
+        while (old := self._peers.get(node)) is not None:
             old.is_followed.set()
-            await old.is_over.wait()
+            await asyncio.wait_for(old.is_over.wait(), _FLUSH_LIMIT_S)
+        peer = _Peer(websocket)
         self._peers[node] = peer
         writing = asyncio.create_task(peer.write())
-        reason = "the connection ended"
+        self._feed(FromNode(node, hello))
+        reason = await self._listen(node, peer, writing)
+        writing.cancel()
+        del self._peers[node]
+        peer.is_over.set()
+        self._feed(NodeConnectionLost(node, reason))
+
+    async def _listen(self, node: NodeId, peer: _Peer, writing: asyncio.Task[None]) -> str:
+        """Take a node's messages in until its connection ends; why it ended."""
+        while not writing.done():
+            try:
+                message = AGENT_TO_COORDINATOR.decode(await peer.receive())
+            except OperatingError as error:
+                return str(error)
+            except (WebSocketDisconnect, KeyError) as error:
+                # KeyError: starlette's word for a text frame.
+                return f"the connection ended ({error})" if str(error) else "the connection ended"
+            if isinstance(message, Hello) or getattr(message, "node", node) != node:
+                return "it spoke for another node"
+            self._feed(FromNode(node, message))
+        return "it could not be written to"
+
+    def _feed(self, given: JobInput) -> None:
+        """One step. What fails here (a full disk, a broken invariant) ends this process, not a
+        peer.
+        """
         try:
-            self._driver.feed(FromNode(node, hello))
-            while not writing.done():
-                data = await peer.receive()
-                self._driver.feed(FromNode(node, AGENT_TO_COORDINATOR.decode(data)))
-        except OperatingError as error:
-            reason = str(error)
-        except (WebSocketDisconnect, KeyError) as error:
-            reason = f"the connection ended ({error})" if str(error) else reason
-        finally:
-            writing.cancel()
-            if self._peers.get(node) is peer:
-                del self._peers[node]
-            self._driver.feed(NodeConnectionLost(node, reason))
-            peer.is_over.set()
+            self._driver.feed(given)
+        except BaseException as error:
+            if not self._fatal.done():
+                self._fatal.set_exception(error)
+            raise
 
     # --- the machine's hands ---------------------------------------------------------------------
 

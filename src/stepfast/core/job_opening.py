@@ -13,15 +13,15 @@ from stepfast.core.job_state import (
     Phase,
 )
 from stepfast.core.job_turn import Turn
-from stepfast.core.membership import is_fresh, is_ready_to_start
+from stepfast.core.membership import NodeView, is_fresh, is_ready_to_start
 from stepfast.core.messages import (
     NOTHING_BUILT,
     RankReport,
     StartGeneration,
 )
 from stepfast.core.recovery import RestorePlan, choose_step
-from stepfast.core.terms import Generation, Rank, Step
-from stepfast.errors import EXIT_TRY_AGAIN
+from stepfast.core.terms import NOTHING_HELD, Generation, Rank, Step
+from stepfast.errors import EXIT_USER_ERROR
 from stepfast.events import (
     GenerationOpened,
     Note,
@@ -49,29 +49,19 @@ def open_generation(turn: Turn) -> None:
         held = {r: [s.step for s in report.snapshots] for r, report in sorted(ranks.items())}
         turn.end(
             "failed",
-            EXIT_TRY_AGAIN,
-            f"no step is held by every rank (held: {held}); refusing to start over",
+            EXIT_USER_ERROR,
+            f"no step is held by every rank (held: {held}), and the job does not start over by"
+            " itself; choose another --job-dir to begin anew",
         )
         return
     keep = _may_keep(turn, plan)
     generation = Generation(state.generation + 1)
     view = state.membership.nodes[store]
-    assert view.store_port is not None, "store_host names nodes with a store"
     turn.persist(_opened_event(state, generation, plan, f"{view.host}:{view.store_port}", keep))
-    start = StartGeneration(
-        generation=generation,
-        step=plan.step if plan else None,
-        sources=dict(plan.sources) if plan else {},
-        store_host=view.host,
-        store_port=view.store_port,
-        incarnations={r: report.incarnation for r, report in sorted(ranks.items())},
-        keep=keep,
-        limit_step=state.hang_step,
-        limit_factor=2.0**state.hang_count,
-    )
+    start = _start_order(state, generation, plan, view, keep=keep)
     for node in state.membership.connected_nodes:
         turn.send(node, start)
-    resumed_from = plan.step if plan else Step(0)
+    resumed_from = plan.step if plan else NOTHING_HELD
     incident = state.incident
     if incident is not None:
         incident = replace(incident, opened_generation=generation, kept_model=keep)
@@ -87,6 +77,29 @@ def open_generation(turn: Turn) -> None:
         returned={},
         probe=None,
         kept=keep,
+    )
+
+
+def _start_order(
+    state: JobState,
+    generation: Generation,
+    plan: RestorePlan | None,
+    store: NodeView,
+    *,
+    keep: bool,
+) -> StartGeneration:
+    assert store.store_port is not None, "store_host names nodes with a store"
+    ranks = state.membership.ranks
+    return StartGeneration(
+        generation=generation,
+        step=plan.step if plan else None,
+        sources=dict(plan.sources) if plan else {},
+        store_host=store.host,
+        store_port=store.store_port,
+        incarnations={r: report.incarnation for r, report in sorted(ranks.items())},
+        keep=keep,
+        limit_step=state.hang_step,
+        limit_factor=2.0**state.hang_count,
     )
 
 

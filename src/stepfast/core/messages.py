@@ -155,6 +155,13 @@ class TensorDigest(msgspec.Struct, frozen=True, order=True, array_like=True):
     digest: str
 
 
+class RankDigests(_Message, frozen=True, kw_only=True):
+    """A part of the digests of a rank that is about to return; all of them are too many for one."""
+
+    generation: Generation
+    digests: tuple[TensorDigest, ...]
+
+
 class RankReturned(_Message, frozen=True, kw_only=True):
     """The user's function returned on this rank, at this step, with this state."""
 
@@ -382,6 +389,7 @@ FromRank = (
     | PhaseEnded
     | RankRaised
     | RankQuiet
+    | RankDigests
     | RankResumed
     | FirstStepDone
     | RankReturned

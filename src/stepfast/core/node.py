@@ -61,7 +61,7 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
     turn = NodeTurn(state, now)
     match given:
         case CoordinatorConnected():
-            turn.update(connected=True, lost_at=None, told=None)
+            turn.update(connected=True, lost_at=None, told=None, unsent=len(state.logged))
             turn.tell(
                 Hello(protocol=PROTOCOL_VERSION, node=state.node, host=state.host, pid=state.pid)
             )
@@ -73,7 +73,10 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
         case FromLocalRank():
             node_ranks.from_rank(turn, given)
         case RankForked(rank, incarnation, pid):
-            turn.set_rank(rank, pid=pid, state=RankState.STARTING, forking=False, phase_since=now)
+            if state.ranks[rank].incarnation == incarnation:
+                turn.set_rank(
+                    rank, pid=pid, state=RankState.STARTING, forking=False, phase_since=now
+                )
             if turn.state.finish is not None:
                 turn.emit(KillRank(rank, incarnation, "the job is over"))
             elif turn.state.ranks[rank].doomed:
@@ -121,6 +124,7 @@ def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]
         case ProbeRanks(probe=probe, generation=generation):
             node_watch.ask_ranks(turn, probe, generation, stopped)
         case FinishJob():
+            turn.update(is_job_over=True)
             _finish(turn, message)
 
 
@@ -281,7 +285,7 @@ def _tick(turn: NodeTurn) -> None:
         _finish(turn, FinishJob(finished=False, exit_code=EXIT_TRY_AGAIN, reason=reason))
     if state.settings is None:
         return
-    if turn.now - state.beat_at >= turn.timeouts.heartbeat_interval_s:
+    if state.unsent or turn.now - state.beat_at >= turn.timeouts.heartbeat_interval_s:
         node_ranks.beat(turn)
     if state.finish is None:
         node_watch.suspect(turn)

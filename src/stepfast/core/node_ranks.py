@@ -6,6 +6,8 @@ Works on a `NodeTurn` of the node's machine (`core.node`). Owns: a rank's level 
 
 from __future__ import annotations
 
+import msgspec
+
 from stepfast.core import node_watch
 from stepfast.core.faults import (
     ErrorClass,
@@ -21,6 +23,7 @@ from stepfast.core.messages import (
     PhaseBegan,
     PhaseEnded,
     ProbeAnswer,
+    RankDigests,
     RankEntered,
     RankLogged,
     RankNoted,
@@ -77,14 +80,22 @@ def from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
                 leave_deadline=None,
                 keep_obstacle=message.keep_obstacle,
                 build_has_collectives=message.build_has_collectives,
+                digests=(),
             )
         case RankResumed() | FirstStepDone():
             _milestone(turn, given.rank, message)
+        case RankDigests(digests=digests):
+            turn.set_rank(given.rank, digests=(*local.digests, *digests))
         case RankReturned():
-            turn.set_rank(given.rank, state=RankState.RETURNED, step=message.step)
-            _milestone(turn, given.rank, message)
+            turn.set_rank(given.rank, state=RankState.RETURNED, step=message.step, digests=())
+            beat(turn)  # what was logged is delivered before the end that may follow
+            whole = msgspec.structs.replace(message, digests=local.digests)
+            _milestone(turn, given.rank, whole)
         case RankLogged(logged=logged):
-            turn.update(logged=(*turn.state.logged, logged)[-LOGGED_STEPS_MAX:])
+            turn.update(
+                logged=(*turn.state.logged, logged)[-LOGGED_STEPS_MAX:],
+                unsent=min(turn.state.unsent + 1, LOGGED_STEPS_MAX),
+            )
         case RankNoted(topic=topic, text=text):
             turn.note(topic, text, given.rank)
         case ProbeAnswer():
@@ -164,7 +175,9 @@ def _ended_after_finish(turn: NodeTurn, local: LocalRank, end: RankEnded) -> Non
 
 def fork_failed(turn: NodeTurn, rank: Rank, incarnation: int, reason: str) -> None:
     """No process could be made: a fault like its end."""
-    turn.set_rank(rank, forking=False, state=RankState.ABSENT)
+    if turn.state.ranks[rank].incarnation != incarnation:
+        return
+    turn.set_rank(rank, forking=False, doomed=False, state=RankState.ABSENT)
     if turn.state.finish is not None:
         return
     tell_fault(
@@ -188,5 +201,6 @@ def beat(turn: NodeTurn) -> None:
         return
     in_generation = (RankState.ACTIVE, RankState.RETURNED)
     steps = {r: local.step for r, local in state.ranks.items() if local.state in in_generation}
-    turn.tell(Heartbeat(node=state.node, steps=steps, logged=state.logged))
-    turn.update(beat_at=turn.now, logged=())
+    unsent = state.logged[len(state.logged) - state.unsent :]
+    turn.tell(Heartbeat(node=state.node, steps=steps, logged=unsent))
+    turn.update(beat_at=turn.now, unsent=0)

@@ -20,12 +20,13 @@ from stepfast.core.messages import (
     RankResumed,
     RankReturned,
     RankState,
+    TensorDigest,
 )
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import SETUP, LearnedLimits, Timeouts
 
 Milestone = RankResumed | FirstStepDone | RankReturned
-LOGGED_STEPS_MAX = 10_000  # kept while the coordinator is away; older ones are dropped and counted
+LOGGED_STEPS_MAX = 2_000  # the newest of them are said again to a coordinator that was away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class LocalRank:
     phase_since: float = 0.0
     turn_phase: str = SETUP  # what a section interrupts
     suspect_at: float = 0.0  # the next time at which a suspicion may be told
+    digests: tuple[TensorDigest, ...] = ()  # said in parts, before it returns
     leave_deadline: float | None = None  # told to leave; replaced if still there then
     doomed: bool = False  # being killed on order: its end is no fault
     forking: bool = False
@@ -101,13 +103,15 @@ class NodeState:
     store_port: int | None = None
     store_wanted: bool = False
     beat_at: float = 0.0
-    logged: tuple[LoggedStep, ...] = ()
+    logged: tuple[LoggedStep, ...] = ()  # the newest; the coordinator passes over what it has
+    unsent: int = 0  # how many of them, the newest, were not said yet
     probe: LocalProbe | None = None
     limit_step: Step = Step(-1)  # at this step hang limits are multiplied by `limit_factor`
     limit_factor: float = 1.0
     heard: Generation = NO_GENERATION  # the newest one to enter or to leave
     told: NodeReport | None = None
     finish: FinishJob | None = None
+    is_job_over: bool = False  # the coordinator said so: what ranks left is of no use any more
     finish_deadline: float | None = None
     ended: bool = False
 

@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from stepfast.core.faults import ErrorClass, ExceptionReport
 from stepfast.core.messages import (
+    RankDigests,
     RankEntered,
     RankFinish,
     RankLeave,
@@ -38,6 +39,7 @@ from stepfast.core.terms import NO_GENERATION, Generation, Rank, Step
 from stepfast.errors import EXIT_TRY_AGAIN
 
 # a signal can be swallowed (a destructor, a callback); it is sent until the thread arrives
+_DIGESTS_PER_MESSAGE = 200  # of at most some 400 bytes each, so that a message keeps its limit
 _SIGNAL_INTERVAL_S = 0.02
 
 
@@ -169,10 +171,16 @@ def _returned(state: ProcessState, given: MainReturned) -> tuple[ProcessState, t
     if state.place is Place.LEAVING:
         return _arrived(state)
     assert state.place is Place.ACTIVE, f"returned while {state.place}"
-    told = RankReturned(
-        generation=state.generation, rank=state.rank, step=given.step, digests=given.digests
+    parts = (
+        SendToAgent(
+            RankDigests(
+                generation=state.generation, digests=given.digests[at : at + _DIGESTS_PER_MESSAGE]
+            )
+        )
+        for at in range(0, len(given.digests), _DIGESTS_PER_MESSAGE)
     )
-    return replace(state, place=Place.RETURNED), (SendToAgent(told),)
+    told = RankReturned(generation=state.generation, rank=state.rank, step=given.step, digests=())
+    return replace(state, place=Place.RETURNED), (*parts, SendToAgent(told))
 
 
 def _raised(

@@ -22,6 +22,7 @@ Generation = NewType("Generation", int)
 Step = NewType("Step", int)
 
 NO_GENERATION = Generation(0)
+NOTHING_HELD = Step(-1)  # a generation that begins anew goes on from no step: older states are void
 
 
 class SnapshotId(msgspec.Struct, frozen=True, order=True):

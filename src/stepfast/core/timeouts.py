@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from stepfast.core.faults import SUSPICION_RATIO
 from stepfast.errors import ConfigError
 
 TURN = "turn"
@@ -21,6 +22,7 @@ _WINDOW_TURNS = 64  # how many past durations of a phase are remembered
 _LIMIT_RATIO = 4.0  # a phase may take four times the longest of the remembered ones
 _OUTLIERS_MAX = 2  # so many of the longest turns count as one-offs: a hang later is not hidden by
 _OUTLIERS_ONE_IN = 16  # them; one in so many turns, for a few turns know nothing of what is usual
+_LATE_TURN_RATIO = 1.5  # over the longest turn that was suspected and came to an end
 _UNLEARNED_FLOOR_RATIO = 5.0  # phases seen rarely get a floor five times higher
 _DATA_RATIO = 10.0  # a loader may stall ten floors long before it counts as hung
 
@@ -102,28 +104,40 @@ def _check_order(t: Timeouts) -> None:
 class LearnedLimits:
     """What one node has seen each phase take. Pure: `learn` returns the next value.
 
-    A phase is TURN, FIRST_TURN, SETUP, or "section:NAME". A phase never seen gets the ceiling.
+    A phase is TURN, FIRST_TURN, SETUP, or "section:NAME". A phase never seen gets the ceiling. The
+    longest of a rare phase is remembered for good; so is a turn that was over its limit and came to
+    an end all the same, for it will be back.
     """
 
     timeouts: Timeouts
     seen: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    longest_s: Mapping[str, float] = field(default_factory=dict)
 
     def learn(self, phase: str, seconds: float) -> LearnedLimits:
         """Remember one duration of a phase."""
+        if phase != TURN or seconds > self.limit_s(TURN) * SUSPICION_RATIO:
+            longest_s = max(seconds, self.longest_s.get(phase, 0.0))
+            return replace(self, longest_s={**self.longest_s, phase: longest_s})
         window = (*self.seen.get(phase, ()), seconds)[-_WINDOW_TURNS:]
         return replace(self, seen={**self.seen, phase: window})
 
     def limit_s(self, phase: str) -> float:
         """How long the phase may take before it is suspected; between floor and ceiling."""
         t = self.timeouts
-        window = self.seen.get(phase)
-        if not window:
+        window = self.seen.get(phase, ())
+        longest_s = self.longest_s.get(phase, 0.0)
+        if not window and not longest_s:
             return t.hang_ceiling_s
         if phase != TURN:
             floor_s = t.hang_floor_s * _UNLEARNED_FLOOR_RATIO
-            return min(t.hang_ceiling_s, max(floor_s, _LIMIT_RATIO * max(window)))
-        usual_s = sorted(window)[-1 - min(_OUTLIERS_MAX, len(window) // _OUTLIERS_ONE_IN)]
-        return min(t.hang_ceiling_s, max(t.hang_floor_s, _LIMIT_RATIO * usual_s))
+            return min(t.hang_ceiling_s, max(floor_s, _LIMIT_RATIO * longest_s))
+        usual_s = (
+            sorted(window)[-1 - min(_OUTLIERS_MAX, len(window) // _OUTLIERS_ONE_IN)]
+            if window
+            else 0.0
+        )
+        known_s = max(_LIMIT_RATIO * usual_s, _LATE_TURN_RATIO * longest_s)
+        return min(t.hang_ceiling_s, max(t.hang_floor_s, known_s))
 
     def data_limit_s(self) -> float:
         """How long a wait for the tracked loader may take."""

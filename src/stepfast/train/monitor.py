@@ -9,11 +9,14 @@ anything is aborted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -36,7 +39,7 @@ from stepfast.core.outputs import (
     SignalMain,
 )
 from stepfast.core.rank import Place, ProcessState, RankInput
-from stepfast.errors import Interrupted
+from stepfast.errors import EXIT_TRY_AGAIN, Interrupted
 from stepfast.runtime.clock import SystemClock
 from stepfast.runtime.descendants import ProcessTable, try_signal
 from stepfast.runtime.driver import Driver
@@ -44,6 +47,7 @@ from stepfast.train.link import AgentLink
 
 INTERRUPT_SIGNAL = signal.SIGRTMIN + 7  # a real-time signal: no library here or known to us uses it
 _POLL_LIMIT_S = 5.0
+_OWN_DIRECTORY = os.path.dirname(__file__)
 
 Order = RankStart | RankLeave | RankFinish
 
@@ -73,9 +77,9 @@ class Monitor:
         )
         self._main_ident = threading.main_thread().ident
         self._armed = False  # whether the main thread runs user code
-        self._delivered_at: str | None = (
-            None  # where `Interrupted` rose, until the wrapper has seen it
-        )
+        # Where `Interrupted` rose, until the wrapper saw it; where it rose before it rose again.
+        self._delivered_at: str | None = None
+        self._swallowed_at: str | None = None
         self._thread = threading.Thread(target=self._run, name="stepfast-monitor", daemon=True)
 
     def start(self) -> None:
@@ -116,6 +120,8 @@ class Monitor:
     def check(self) -> None:
         """A safe point: raise `Interrupted` where the generation is over."""
         if self.must_leave:
+            self._note_if_swallowed()
+            self._delivered_at = _where(sys._getframe(1))
             raise Interrupted
 
     @contextmanager
@@ -138,20 +144,44 @@ class Monitor:
         finally:
             self._armed = armed
 
-    def take_swallowed(self) -> str | None:
-        """Where `Interrupted` rose and did not arrive; None when it did not rise."""
-        where, self._delivered_at = self._delivered_at, None
+    def take_swallowed(self, *, arrived: bool) -> str | None:
+        """Where `Interrupted` rose and user code went on all the same; None where it never did.
+
+        `arrived`: it has come out of the user's function this time.
+        """
+        if not arrived:
+            self._note_if_swallowed()
+        where, self._swallowed_at, self._delivered_at = self._swallowed_at, None, None
         return where
 
+    def _note_if_swallowed(self) -> None:
+        unwinding = isinstance(sys.exc_info()[1], Interrupted)  # in a `finally` on its way out
+        if self._delivered_at is not None and not unwinding:
+            self._swallowed_at = self._delivered_at
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._armed and self.must_leave:
-            if frame is not None:
-                self._delivered_at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            raise Interrupted
+        # Between two lines of stepfast's own an exception could leave half of something done; the
+        # signal comes again in a moment.
+        if not self._armed or not self.must_leave or frame is None or _is_own(frame):
+            return
+        self._note_if_swallowed()
+        self._delivered_at = _where(frame)
+        raise Interrupted
 
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """A rank that hears nobody is worse than a dead one: whatever fails here ends the
+        process.
+        """
+        try:
+            self._hear_for_ever()
+        finally:
+            # Only an exception leads here; the interpreter's hook shows it once the thread is left.
+            traceback.print_exc()
+            self._end_process(EXIT_TRY_AGAIN)
+
+    def _hear_for_ever(self) -> None:
         poller = select.poll()
         poller.register(self._link.wake_fd, select.POLLIN)
         while True:
@@ -196,9 +226,22 @@ class Monitor:
                 self._orders.append(order)
                 self._released.notify_all()
             case EndProcess(exit_code):
-                self._link.flush()
-                for entry in ProcessTable.read().descendants(os.getpid()):
-                    try_signal(entry.id, signal.SIGKILL)
-                os._exit(exit_code)
+                self._end_process(exit_code)
             case _:
                 raise AssertionError(f"not a rank's output: {output}")
+
+    def _end_process(self, exit_code: int) -> None:
+        """With everything that was started from here, and no code of the user's on the way out."""
+        self._link.flush()
+        for entry in ProcessTable.read().descendants(os.getpid()):
+            try_signal(entry.id, signal.SIGKILL)
+        os._exit(exit_code)
+
+
+def _where(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_own(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(_OWN_DIRECTORY) or file == contextlib.__file__

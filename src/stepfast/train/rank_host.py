@@ -30,7 +30,7 @@ from stepfast.core.messages import (
     RankStart,
     TensorDigest,
 )
-from stepfast.core.terms import Rank, SnapshotId, Step
+from stepfast.core.terms import NOTHING_HELD, Rank, SnapshotId, Step
 from stepfast.core.timeouts import FIRST_TURN, TURN
 from stepfast.errors import StateError
 from stepfast.runtime.ports import FaultPoints
@@ -138,7 +138,7 @@ class RankHost:
     def forming_groups(self) -> Iterator[None]:
         """The main thread waits for peers; user code as far as an interrupt is concerned."""
         self.is_forming = True
-        with self.whereabout.said(Whereabouts.COLLECTIVE), self._monitor.user_code():
+        with self.whereabout.said(Whereabouts.COLLECTIVE), self._monitor.shield():
             yield
         self.is_forming = False
 
@@ -165,10 +165,9 @@ class RankHost:
             self.account.built = time.monotonic()
             if order.source is not None:
                 self._restore(directory, order.source)
-            if order.step is not None:
-                invalidate(
-                    directory, newer_than_step=order.step, before_generation=order.generation
-                )
+            newest = NOTHING_HELD if order.step is None else order.step
+            if directory.exists():
+                invalidate(directory, newer_than_step=newest, before_generation=order.generation)
             if self._capture is None:
                 self._capture = Capture(Arena(directory), tracked.tree)
             self.account.restored = time.monotonic()
@@ -256,13 +255,20 @@ class RankHost:
             self.kept.step = step
 
     def _bound_drift(self) -> None:
-        """Where a turn had no collective over all ranks, nothing but this bounds how far ranks run
-        apart.
+        """No rank may be two steps ahead of another, or two slots would hold no common step.
+
+        A model that is sharded over the whole world and ran in this turn waits for all ranks by
+        itself. Nothing else is known to: a broadcast or a send lets ranks run on.
         """
-        account = self.account
-        if self.world_size > 1 and self._world_operations() == account.world_operations:
+        if self.world_size == 1:
+            return
+        tracked = self.kept.tracked
+        assert tracked is not None, "steps begin after track"
+        operations = self._world_operations()
+        ran = operations > self.account.world_operations
+        if not ran or not torch_private.spans_world(tracked.modules, self.world_size):
             dist.barrier()
-        account.world_operations = self._world_operations()
+        self.account.world_operations = self._world_operations()
 
     def _world_operations(self) -> int:
         assert self.groups is not None, "inside a generation"

@@ -103,6 +103,13 @@ def flags_of(roots: list[nn.Module]) -> ModuleFlags:
     )
 
 
+def shard_world_size(root: nn.Module) -> int:
+    """Over how many ranks the model's largest group of parameters is sharded; 1 if over none."""
+    groups = [group for state in _states([root]) for group in state._fsdp_param_groups]
+    infos = [group.mesh_info for group in groups if isinstance(group.mesh_info, FSDPMeshInfo)]
+    return max((info.shard_mesh_size for info in infos), default=1)
+
+
 def model_obstacle(roots: list[nn.Module]) -> str | None:
     """Why these models cannot be kept, or None."""
     for root in roots:

@@ -53,6 +53,15 @@ def keep_obstacle(modules: Iterable[nn.Module]) -> str | None:
     return torch_kept.model_obstacle(list(modules))
 
 
+def spans_world(modules: Iterable[nn.Module], world_size: int) -> bool:
+    """Whether a forward of one of these waits for every rank: FSDP2 over one dimension of all."""
+    if version_obstacle() is not None:
+        return False
+    from stepfast.train import torch_kept
+
+    return any(torch_kept.shard_world_size(module) == world_size for module in modules)
+
+
 def module_flags(modules: Iterable[nn.Module]) -> ModuleFlags:
     """What a training loop may switch, as it stands; take it right after `build`."""
     from stepfast.train import torch_kept

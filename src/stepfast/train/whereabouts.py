@@ -33,6 +33,10 @@ class Whereabout:
         self._said: tuple[Whereabouts, float] | None = None
         self._main_ident = threading.main_thread().ident
 
+    def clear(self) -> None:
+        """Nowhere in particular, whatever an interrupt left behind."""
+        self._said = None
+
     @contextmanager
     def said(self, where: Whereabouts) -> Iterator[None]:
         """The main thread waits for something that stepfast knows."""

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from stepfast.core.rank import (
     RankInput,
 )
 from stepfast.core.timeouts import solve_timeouts
-from stepfast.errors import EXIT_TRY_AGAIN, Interrupted
+from stepfast.errors import EXIT_TRY_AGAIN, Interrupted, OperatingError
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
 from stepfast.train.groups import Groups, Membership
@@ -86,8 +87,9 @@ class RankProcess:
     def _stay(self, order: RankStart, function: Callable[..., Any]) -> None:
         """One generation, from its start to the moment when the main thread is out."""
         outcome = self._outcome(order, function)
-        where = self._monitor.take_swallowed()
-        if where is not None and not isinstance(outcome, MainInterrupted):
+        arrived = isinstance(outcome, MainInterrupted)
+        where = self._monitor.take_swallowed(arrived=arrived)
+        if where is not None:
             hint = "catch Exception, not BaseException"
             text = f"user code caught stepfast.Interrupted at {where}; {hint}"
             self._host.note("Interrupted swallowed", text)
@@ -161,10 +163,16 @@ class RankProcess:
         """Leave nothing of the generation behind, then say so."""
         host = self._host
         host.is_forming = False
-        host.kept.drop_loaders()
-        if host.groups is not None:
-            host.groups.dissolve()
-        torch_private.reset_modes()
+        host.whereabout.clear()
+        try:
+            host.kept.drop_loaders()
+            if host.groups is not None:
+                host.groups.dissolve()
+            torch_private.reset_modes()
+        except OperatingError:
+            # What cannot be taken apart needs a fresh process; the user's code has no part in it.
+            traceback.print_exc()
+            os._exit(EXIT_TRY_AGAIN)
         gc.collect()
         obstacle = host.kept.obstacle()
         has_collectives = obstacle is None and host.kept.has_collectives
