@@ -50,8 +50,8 @@ def open_generation(turn: Turn) -> None:
         turn.end(
             "failed",
             EXIT_USER_ERROR,
-            f"no step is held by every rank (held: {held}), and the job does not start over by"
-            " itself; choose another --job-dir to begin anew",
+            f"no step is held by every rank (held: {held}); refusing to start over:"
+            " choose another --job-dir to begin anew",
         )
         return
     keep = _may_keep(turn, plan)

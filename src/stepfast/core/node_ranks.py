@@ -89,7 +89,7 @@ def from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
         case RankReturned():
             turn.set_rank(given.rank, state=RankState.RETURNED, step=message.step, digests=())
             beat(turn)  # what was logged is delivered before the end that may follow
-            whole = msgspec.structs.replace(message, digests=local.digests)
+            whole = msgspec.structs.replace(message, digests=(*local.digests, *message.digests))
             _milestone(turn, given.rank, whole)
         case RankLogged(logged=logged):
             turn.update(

@@ -111,7 +111,7 @@ def test_starting_over_is_refused(known: str):
         rig.hello(n)
         rig.report(n)
     (ended,) = rig.all_of(JobEnded)
-    assert (ended.status, ended.exit_code) == ("failed", EXIT_TRY_AGAIN)
+    assert (ended.status, ended.exit_code) == ("failed", EXIT_USER_ERROR)
     assert "refusing to start over" in ended.reason
     assert not rig.all_of(GenerationOpened)
 
