@@ -125,6 +125,9 @@ class StepLogged(_Event, frozen=True, kw_only=True):
     values: dict[str, float | int | str | bool]
 
 
+AFTER_THE_END = "after the end"  # the topic of what happened behind the resilient function
+
+
 class Note(_Event, frozen=True, kw_only=True):
     """Something worth knowing, in words."""
 

@@ -336,6 +336,7 @@ class Agent:
             working_directory=self._script.working_directory,
             log_path=str(log),
             label=f"stepfast-r{rank}",
+            environment=self._launcher_names(rank),
         )
         try:
             await self._processes.wait_ready(_READY_LIMIT_S)
@@ -349,6 +350,18 @@ class Agent:
         self._feed(RankForked(rank, incarnation, process.pid))
         loop = asyncio.get_running_loop()
         loop.add_reader(process.socket.fileno(), self._read_rank, rank, incarnation, process.socket)
+
+    def _launcher_names(self, rank: Rank) -> dict[str, str | None]:
+        """What scripts expect of a launcher at their top level; ranks stay where they are."""
+        settings = self._settings
+        assert settings is not None, "forked after the welcome"
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % settings.nproc_per_node),
+            "WORLD_SIZE": str(settings.world_size),
+            "LOCAL_WORLD_SIZE": str(settings.nproc_per_node),
+            "GROUP_RANK": str(self._node_id),
+        }
 
     async def _open_store(self) -> None:
         assert self._processes is not None, "a store is wanted after the welcome"

@@ -130,6 +130,9 @@ def _conclude(end: JobEnd | None, journal: Journal, voice: _Voice, config: JobCo
         write_summary(Path(config.summary), summary)
     if end is None:
         return 1
+    for fault_text in _never_fired(config, journal.directory):
+        voice.say(f"--fault {fault_text} never fired: its step or place was not reached")
+    voice.say(f"records in {journal.directory}")
     if end.status == "failed":
         fault = end.fault
         if fault is not None and fault.error is not None:
@@ -139,6 +142,12 @@ def _conclude(end: JobEnd | None, journal: Journal, voice: _Voice, config: JobCo
         where = f"rank {fault.rank}: " if fault is not None and fault.rank is not None else ""
         voice.say_last(f"stepfast: job failed: {where}{end.reason}")
     return end.exit_code
+
+
+def _never_fired(config: JobConfig, job_dir: Path) -> list[str]:
+    """Injected faults that proved nothing; each one that fires leaves a mark."""
+    marks = job_dir / "faults"
+    return [text for at, text in enumerate(config.fault) if not (marks / str(at)).exists()]
 
 
 def _first_state(config: JobConfig, journal: Journal, job_dir: Path, now: float) -> JobState:

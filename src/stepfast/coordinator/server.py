@@ -149,8 +149,9 @@ class JobServer:
         waits: set[asyncio.Future[Any]] = {serving, ticking, ended, self._fatal}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         ticking.cancel()
-        if self._fatal.done():
-            self._fatal.result()
+        for task in (self._fatal, ticking, serving):
+            if task.done() and not ended.done():
+                task.result()  # raises what broke it
         await self._flush()
         server.should_exit = True
         await asyncio.wait({serving}, timeout=_CLOSE_LIMIT_S)
@@ -161,7 +162,8 @@ class JobServer:
             await asyncio.sleep(_TICK_S)
             self._feed(Tick())
             now = self._clock.monotonic()
-            if now - self._progress_at >= _PROGRESS_INTERVAL_S and self.state.steps:
+            is_due = now - self._progress_at >= _PROGRESS_INTERVAL_S
+            if is_due and self.state.steps and self.state.steps_max > 0:
                 self._progress_at = now
                 self._progress.at_step(min(self.state.steps.values()), now)
                 self._say_progress(self._progress.line(self.state.generation))

@@ -137,6 +137,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SILENT_KINDS = {Whereabouts.SILENT: FaultKind.GIL, Whereabouts.STOPPED: FaultKind.STOP}
+_SECTION_HINT = " (an evaluation or a save belongs into run.section)"
 SUSPICION_RATIO = 0.9  # asked at 90 % of the limit, so that the verdict falls within it
 
 
@@ -176,7 +177,7 @@ def judge_hang(evidence: Sequence[Evidence]) -> HangVerdict:
         outside = [e for e in outside if (e.step, e.collectives) == furthest_back]
         culprits = tuple((e.rank, FaultKind.HANG) for e in outside)
         return HangVerdict(
-            culprits=culprits, reason=f"{_names(outside)} outside any collective, others wait"
+            culprits=culprits, reason=f"{_names(outside)} outside any collective{_SECTION_HINT}"
         )
     return _judge_waiting(present)
 

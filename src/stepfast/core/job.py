@@ -106,6 +106,8 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
             )
         case Bye():
             turn.update(membership=turn.state.membership.said_goodbye(node))
+            if message.failed:
+                turn.failed_after_the_end(message.failed)
 
 
 def _hello(turn: Turn, hello: Hello) -> None:

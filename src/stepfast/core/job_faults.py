@@ -18,7 +18,7 @@ from stepfast.core.placement import node_of, ranks_of
 from stepfast.core.policy import Action, Decision, decide
 from stepfast.core.terms import NO_GENERATION, NodeId, Step
 from stepfast.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
-from stepfast.events import DecisionMade, Dropped, FaultSeen, Note
+from stepfast.events import AFTER_THE_END, DecisionMade, Dropped, FaultSeen, Note
 
 # Ranks in these kinds of trouble cannot be reached from inside: they get a fresh process.
 _OUT_OF_REACH = frozenset(
@@ -43,7 +43,7 @@ def fault_reported(turn: Turn, fault: Fault) -> None:
     if state.end is not None:
         turn.record(
             Note(
-                topic="after the end",
+                topic=AFTER_THE_END,
                 text=f"{fault.kind}: {fault.reason}",
                 node=fault.node,
                 rank=fault.rank,

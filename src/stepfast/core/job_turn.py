@@ -13,8 +13,8 @@ from stepfast.core.faults import Fault
 from stepfast.core.job_state import JobEnd, JobState, Phase
 from stepfast.core.messages import FinishJob, FromCoordinator, RankReturned
 from stepfast.core.outputs import Output, Persist, Record, SendToNode
-from stepfast.core.terms import NodeId, Step
-from stepfast.errors import EXIT_FINISHED
+from stepfast.core.terms import NodeId, Rank, Step
+from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN
 from stepfast.events import Event, JobEnded
 
 _AFTER_FINISH_LIMIT_S = (
@@ -86,6 +86,13 @@ class Turn:
 
     def _persist_what_was_recorded(self) -> None:
         self.outputs = [Persist(o.event) if isinstance(o, Record) else o for o in self.outputs]
+
+    def failed_after_the_end(self, ranks: tuple[Rank, ...]) -> None:
+        """The steps are done, but the script's own end is not: whoever waits has to hear of it."""
+        end = self.state.end
+        if end is not None and end.status == "finished":
+            reason = f"{end.reason}, but ranks {list(ranks)} failed behind the resilient function"
+            self.update(end=replace(end, exit_code=EXIT_TRY_AGAIN, reason=reason))
 
     def _stop_waiting(self, deadline: float) -> None:
         """The job has finished, but its user will not wait for code behind the resilient

@@ -201,6 +201,7 @@ class Bye(_Message, frozen=True, kw_only=True):
     """The node has ended its ranks and leaves."""
 
     node: NodeId
+    failed: tuple[Rank, ...] = ()  # those that failed behind the resilient function
 
 
 # --- coordinator -> agent ------------------------------------------------------------------------

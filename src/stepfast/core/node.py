@@ -350,5 +350,5 @@ def _end_if_done(turn: NodeTurn) -> None:
     node_ranks.beat(turn)
     turn.update(ended=True)
     if state.connected:
-        turn.tell(Bye(node=state.node))
+        turn.tell(Bye(node=state.node, failed=state.failed_after))
     turn.emit(EndProcess(state.finish.exit_code, state.finish.reason))

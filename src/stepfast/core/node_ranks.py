@@ -43,6 +43,7 @@ from stepfast.core.node_state import (
 from stepfast.core.node_turn import NodeTurn
 from stepfast.core.outputs import ForkRank
 from stepfast.core.terms import NO_GENERATION, Rank, Step
+from stepfast.events import AFTER_THE_END
 
 
 def fork(turn: NodeTurn, rank: Rank) -> None:
@@ -170,7 +171,8 @@ def _ended_after_finish(turn: NodeTurn, local: LocalRank, end: RankEnded) -> Non
     assert finish is not None, "after the finish"
     if finish.finished and (end.signal is not None or end.exit_code != 0):
         how = f"signal {end.signal}" if end.signal is not None else f"exit code {end.exit_code}"
-        turn.note("after the end", f"rank {local.rank} ended with {how}", local.rank)
+        turn.note(AFTER_THE_END, f"rank {local.rank} ended with {how}", local.rank)
+        turn.update(failed_after=(*turn.state.failed_after, local.rank))
 
 
 def fork_failed(turn: NodeTurn, rank: Rank, incarnation: int, reason: str) -> None:

@@ -111,6 +111,7 @@ class NodeState:
     heard: Generation = NO_GENERATION  # the newest one to enter or to leave
     told: NodeReport | None = None
     finish: FinishJob | None = None
+    failed_after: tuple[Rank, ...] = ()  # ranks whose script failed behind the resilient function
     is_job_over: bool = False  # the coordinator said so: what ranks left is of no use any more
     finish_deadline: float | None = None
     ended: bool = False

@@ -36,7 +36,9 @@ def line_of(event: Event) -> str | None:
             return f"node {event.node} left: {event.reason}"
         case FaultSeen():
             also = " (collateral)" if event.collateral else ""
-            return f"fault at step {event.step}: {event.kind}{also}: {_first_line(event.reason)}"
+            reason = _first_line(event.reason)
+            reason = reason[:_COLLATERAL_CHARS_MAX] if event.collateral else reason
+            return f"fault at step {event.step}: {event.kind}{also}: {reason}"
         case DecisionMade():
             return f"decision: {event.action} ({_first_line(event.reason)})"
         case GenerationOpened():
@@ -54,9 +56,14 @@ def line_of(event: Event) -> str | None:
         case Note(topic=topic, text=text):
             where = "" if event.rank is None else f" (rank {event.rank})"
             return f"{topic}{where}: {_first_line(text)}"
+        case JobEnded(status="finished"):
+            return f"job finished at step {event.steps}, state {event.final_digest}"
         case JobEnded():
             return f"job {event.status} at step {event.steps}: {_first_line(event.reason)}"
     return None
+
+
+_COLLATERAL_CHARS_MAX = 80  # a victim's words explain nothing
 
 
 class Progress:

@@ -11,7 +11,16 @@ from typing import Any
 
 import msgspec
 
-from stepfast.events import EventLine, FaultSeen, GenerationOpened, JobEnded, Recovered
+from stepfast.errors import EXIT_TRY_AGAIN
+from stepfast.events import (
+    AFTER_THE_END,
+    EventLine,
+    FaultSeen,
+    GenerationOpened,
+    JobEnded,
+    Note,
+    Recovered,
+)
 
 SUMMARY_VERSION = 1
 
@@ -28,6 +37,7 @@ def summarize(lines: Iterable[EventLine]) -> dict[str, Any]:
         "pids": {},
         "generations": [],
         "recoveries": [],
+        "failed_after_the_end": [],
         "faults": 0,
         "wall_s": 0.0,
     }
@@ -52,6 +62,9 @@ def _take(summary: dict[str, Any], event: object) -> None:
             summary["faults"] += 1
         case Recovered():
             summary["recoveries"].append(_recovery(event))
+        case Note(topic=topic, rank=rank) if topic == AFTER_THE_END and rank is not None:
+            summary["failed_after_the_end"].append(rank)
+            summary["exit_code"] = EXIT_TRY_AGAIN
         case JobEnded():
             summary["status"] = event.status
             summary["exit_code"] = event.exit_code

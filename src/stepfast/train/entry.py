@@ -29,7 +29,6 @@ from stepfast.train.wrapper import RankProcess
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TORCH_SEED = 67280421310721  # c10's default_rng_seed_val
 # Chaos stands above this room, so it is found by name, and only where a fault was asked for.
 _INJECTOR = ("stepfast.chaos.inject", "Injector")
 
@@ -43,9 +42,8 @@ class _Attached:
 
 def run_rank(sock: socket.socket, script: str, script_args: list[str]) -> int:
     """Run the script as a rank of a job; called in a fresh fork of the zygote. The exit code."""
-    # As in a fresh interpreter, whatever the zygote's imports drew: torch begins at its own fixed
-    # seed.
-    torch.default_generator.manual_seed(_TORCH_SEED)
+    # As in a fresh interpreter: every process its own stream, until the script seeds it.
+    torch.default_generator.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     process = RankProcess(AgentLink(sock), _make_faults, os.environ)

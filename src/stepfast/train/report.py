@@ -20,6 +20,8 @@ _MESSAGE_CHARS_MAX = 2_000
 _CHAIN_MAX = 50
 _OWN_DIRECTORY = os.path.dirname(os.path.dirname(__file__))
 _TORCH_DIRECTORY = os.path.dirname(torch.__file__)
+# What torch says where a script makes the default group itself.
+_OWN_GROUP_WORDS = ("default process group twice", "environment variable MASTER_ADDR expected")
 # What Gloo's errors look like: plain RuntimeErrors whose text names its sources or its socket.
 _GLOO_WORDS = ("gloo/", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -35,9 +37,12 @@ def report_of(error: BaseException, *, forming: bool = False) -> ExceptionReport
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
+    message = _message(error)[:_MESSAGE_CHARS_MAX]
+    if any(words in message for words in _OWN_GROUP_WORDS):
+        message += " (stepfast makes the process group: leave init_process_group out)"
     return ExceptionReport(
         type=f"{module}{kind.__qualname__}",
-        message=_message(error)[:_MESSAGE_CHARS_MAX],
+        message=message,
         traceback=text,
         frame=_user_frame(error),
         error_class=ErrorClass.COLLECTIVE if forming else class_of(error),

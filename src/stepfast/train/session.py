@@ -221,6 +221,14 @@ class Run:
             self._log.put(self._step, values)
 
     def finish(self) -> Step:
-        """Called by stepfast when the function has returned: the step that was reached."""
+        """Called by stepfast when the function has returned: the step that was reached.
+
+        Raises ScriptError where nothing was protected, for there was no loop of steps.
+        """
+        if not self._stepping:
+            raise ScriptError(
+                "the function returned without a loop over run.steps; write"
+                " `for step in run.steps(total):` in the place of your own range"
+            )
         self._deliver(Step(self._step + 1))
         return self._step

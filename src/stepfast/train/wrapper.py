@@ -29,7 +29,7 @@ from stepfast.core.rank import (
     RankInput,
 )
 from stepfast.core.timeouts import solve_timeouts
-from stepfast.errors import EXIT_TRY_AGAIN, Interrupted, OperatingError
+from stepfast.errors import EXIT_TRY_AGAIN, ConfigError, Interrupted, OperatingError
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
 from stepfast.train.groups import Groups, Membership
@@ -137,6 +137,8 @@ class RankProcess:
 
     def _form(self, order: RankStart) -> None:
         host = self._host
+        if host.device_type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device cuda: torch sees no CUDA device here; use --device cpu")
         if host.groups is None:
             backend = "gloo" if host.device_type == "cpu" else "cpu:gloo,cuda:nccl"
             host.groups = Groups(backend)
@@ -203,7 +205,7 @@ class RankProcess:
 def _shown(report: ExceptionReport) -> str:
     """What the rank's log shows: a victim's traceback says nothing, so it is one line."""
     if report.error_class is ErrorClass.COLLECTIVE:
-        return f"stepfast: lost its peers: {report.type}: {report.message.splitlines()[0]}\n"
+        return f"stepfast: lost its peers ({report.type})\n"
     return report.traceback
 
 

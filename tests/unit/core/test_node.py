@@ -57,8 +57,15 @@ from unit.core.rigs import NodeRig, error_of, held, start_of
 G1 = Generation(1)
 
 
-def ended(number: int, *, signal: int | None = 9, incarnation: int = 1, snapshots: Any = ()):
-    code = None if signal is not None else 3
+def ended(
+    number: int,
+    *,
+    signal: int | None = 9,
+    exit_code: int = 3,
+    incarnation: int = 1,
+    snapshots: Any = (),
+):
+    code = None if signal is not None else exit_code
     return RankEnded(
         rank=Rank(number),
         incarnation=incarnation,
@@ -612,9 +619,9 @@ def test_a_finished_job_lets_the_ranks_run_on_to_their_end():
     assert rig.now_of(RankFinish) == [RankFinish(finished=True)] * 2
     rig.tick(100.0)
     assert not rig.all_of(KillRank)
-    rig.feed(ended(0, signal=None))
+    rig.feed(ended(0, signal=None, exit_code=0))
     rig.feed(ended(1, signal=None))
-    assert rig.now_of(Bye) == [Bye(node=NodeId(0))]
+    assert rig.now_of(Bye) == [Bye(node=NodeId(0), failed=(Rank(1),))]
     assert rig.now_of(EndProcess)[0].exit_code == 0
 
 
