@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from stepfast.config import (
     parse_text,
     split_address,
 )
-from stepfast.errors import ConfigError, StepfastError, UserError
+from stepfast.errors import ConfigError, OperatingError, StepfastError, UserError
+from stepfast.runtime.spawning import die_with_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(options: argparse.Namespace) -> int:
+    if getattr(options, "parent_pid", None) is not None:
+        end_with_parent(options.parent_pid)
     config = _config(options)
     match options.command:
         case "run":
@@ -47,6 +51,13 @@ def _dispatch(options: argparse.Namespace) -> int:
         case "agent":
             return _agent(config, options)
     raise AssertionError(f"no such command: {options.command}")
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """In order, should `stepfast run` be killed; at once where it already was."""
+    die_with_parent(signal.SIGTERM)
+    if os.getppid() != parent_pid:
+        raise OperatingError("the process that started this one is gone")
 
 
 def _config(options: argparse.Namespace) -> JobConfig:

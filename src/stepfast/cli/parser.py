@@ -98,6 +98,7 @@ def _add_coordinator(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "Run the coordinator of a job."
     coordinator = _command(commands, "coordinator", text, _COORDINATOR_EXAMPLES)
     _add_settings(coordinator, _COORDINATOR)
+    coordinator.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
     coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     coordinator.add_argument("--script-name", default="", help=argparse.SUPPRESS)
     coordinator.add_argument("--marked", action="store_true", help=argparse.SUPPRESS)
@@ -107,6 +108,7 @@ def _add_agent(commands: argparse._SubParsersAction[_Parser]) -> None:
     agent = _command(commands, "agent", "Run one node of a job.", _AGENT_EXAMPLES)
     agent.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator")
     agent.add_argument("--node", type=int, default=0, help="this node's number, from 0")
+    agent.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
     _add_settings(agent, _AGENT)
     _add_script(agent)
 

@@ -23,7 +23,8 @@ from stepfast.config import JobConfig
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.runtime.descendants import ProcessTable, try_signal
-from stepfast.runtime.spawning import become_subreaper, die_with_parent
+from stepfast.runtime.lines import LineWriter
+from stepfast.runtime.spawning import become_subreaper
 
 _STOP_LIMIT_S = 8.0  # from the first signal; then everything is killed
 _HURRY_LIMIT_S = 1.0  # from the second one
@@ -47,7 +48,7 @@ class _Console:
     """One writer for everybody's lines; on a terminal the progress line stays at the bottom."""
 
     def __init__(self, out: IO[str]) -> None:
-        self._out = out
+        self._lines = LineWriter(out)
         self._in_place = out.isatty()
         self._progress = ""
         self._shown_at = 0.0
@@ -75,13 +76,10 @@ class _Console:
         self._progress = ""
         for text in self.last_words:
             self._write(f"{text}\n")
+        self._lines.flush()
 
     def _write(self, text: str) -> None:
-        try:
-            self._out.write(text)
-            self._out.flush()
-        except OSError:
-            return  # nobody reads any more
+        self._lines.write(text)
 
 
 class _Cluster:
@@ -156,13 +154,12 @@ class _Cluster:
 
     def _start(self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> _Child:
         process = subprocess.Popen(
-            [sys.executable, "-m", "stepfast", *arguments],
+            [sys.executable, "-m", "stepfast", arguments[0], *parent, *arguments[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=pass_fds,
             start_new_session=True,  # the terminal's Ctrl-C reaches this process alone
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
         )
         child = _Child(name, process)
         assert process.stdout is not None, "a pipe was asked for"

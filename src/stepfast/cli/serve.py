@@ -30,6 +30,7 @@ from stepfast.events import JobOpened
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.observe.summary import summarize, write_summary
 from stepfast.runtime.clock import SystemClock
+from stepfast.runtime.lines import LineWriter
 
 SUMMARY_FILE = "summary.json"
 _PLAIN_PROGRESS_INTERVAL_S = 10.0
@@ -42,6 +43,7 @@ class _Voice:
     def __init__(self, *, is_marked: bool) -> None:
         self._is_marked = is_marked
         self._shown_at = 0.0
+        self._lines = LineWriter(sys.stdout)
 
     def say(self, line: str) -> None:
         self._write(f"[stepfast] {line}")
@@ -58,12 +60,11 @@ class _Voice:
         for line in text.splitlines():
             self._write(f"{LAST_WORDS_MARK}{line}" if self._is_marked else line)
 
+    def flush(self) -> None:
+        self._lines.flush()
+
     def _write(self, line: str) -> None:
-        try:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-        except OSError:
-            return  # nobody reads any more; the log has it all
+        self._lines.write(line + "\n")
 
 
 def serve_coordinator(
@@ -94,7 +95,9 @@ def serve_coordinator(
         stepfast_version=stepfast.__version__,
     )
     end = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
-    return _conclude(end, journal, voice, config)
+    code = _conclude(end, journal, voice, config)
+    voice.flush()
+    return code
 
 
 async def _serve_job(
@@ -223,12 +226,7 @@ def serve_agent(
 ) -> int:
     """Serve one node to the job's end; the exit code."""
 
-    def show(line: str) -> None:
-        try:
-            sys.stdout.write(line + "\n")
-            sys.stdout.flush()
-        except OSError:
-            return  # nobody reads any more; the ranks' files have it all
+    lines = LineWriter(sys.stdout)
 
     async def serve() -> int:
         agent = Agent(
@@ -237,7 +235,7 @@ def serve_agent(
             coordinator=coordinator,
             token=token,
             clock=SystemClock(),
-            show=show,
+            show=lambda line: lines.write(line + "\n"),
             script=Script(path=script, args=script_args, working_directory=os.getcwd()),
         )
         loop = asyncio.get_running_loop()
@@ -245,4 +243,6 @@ def serve_agent(
             loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
         return await agent.run(config.join_limit_s)
 
-    return asyncio.run(serve())
+    code = asyncio.run(serve())
+    lines.flush()
+    return code
