@@ -153,6 +153,7 @@ class _Cluster:
         return self._start(f"node {node}", [*arguments, *self._script_args])
 
     def _start(self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> _Child:
+        parent = ["--parent-pid", str(os.getpid())]
         process = subprocess.Popen(
             [sys.executable, "-m", "stepfast", arguments[0], *parent, *arguments[1:]],
             stdin=subprocess.DEVNULL,
