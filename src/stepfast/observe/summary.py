@@ -63,6 +63,8 @@ def _take(summary: dict[str, Any], event: object) -> None:
         case Recovered():
             summary["recoveries"].append(_recovery(event))
         case Note(topic=topic, rank=rank) if topic == AFTER_THE_END and rank is not None:
+            if summary["status"] != "finished":
+                return
             summary["failed_after_the_end"].append(rank)
             summary["exit_code"] = EXIT_TRY_AGAIN
         case JobEnded():
