@@ -24,6 +24,7 @@ class JobOpened(_Event, frozen=True, kw_only=True):
     nproc_per_node: int
     script: str
     stepfast_version: str
+    resumes: bool = False  # a coordinator that was killed came back for the same run
 
 
 class NodeJoined(_Event, frozen=True, kw_only=True):

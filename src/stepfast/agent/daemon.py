@@ -194,7 +194,11 @@ class Agent:
 
     def _from_coordinator(self, message: FromCoordinator) -> None:
         if isinstance(message, Welcome) and self._settings is None:
-            self._prepare(message.settings)
+            try:
+                self._prepare(message.settings)
+            except OSError as error:
+                self._fail(OperatingError(f"cannot prepare this node: {error}"))
+                return
         stopped: frozenset[Rank] = frozenset()
         if isinstance(message, ProbeRanks):
             processes = self._process_of.items()
@@ -203,7 +207,6 @@ class Agent:
 
     def _prepare(self, settings: JobSettings) -> None:
         """The first welcome: directories, zygote."""
-        self._settings = settings
         job = f"stepfast-{os.getuid()}-{settings.job_id}"
         slot_root = Path(settings.memory_dir) / job / f"node-{self._node_id}"
         slot_root.parent.mkdir(mode=0o700, exist_ok=True)
@@ -227,6 +230,7 @@ class Agent:
             preload_names=settings.preload,
         )
         self._processes.start()
+        self._settings = settings
 
     def _note(self, topic: str, text: str) -> None:
         self._feed(NodeNoted(topic, text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ from stepfast.runtime.spawning import die_with_parent
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command's exit code; every refusal is one line on the error stream."""
+    _prepare_streams()
     try:
         options = build_parser().parse_args(argv)
         return _dispatch(options)
@@ -33,6 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+
+
+def _prepare_streams() -> None:
+    """Any text of a rank's must be showable on any console, or on none."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
+    sys.stderr = sys.stderr or sys.stdout
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _dispatch(options: argparse.Namespace) -> int:
@@ -140,6 +151,7 @@ def _coordinator(config: JobConfig, options: argparse.Namespace) -> int:
         listen_fd=options.listen_fd,
         script_name=options.script_name,
         is_marked=options.marked,
+        is_restarted=options.restarted,
     )
 
 

@@ -99,6 +99,7 @@ def _add_coordinator(commands: argparse._SubParsersAction[_Parser]) -> None:
     coordinator = _command(commands, "coordinator", text, _COORDINATOR_EXAMPLES)
     _add_settings(coordinator, _COORDINATOR)
     coordinator.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    coordinator.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
     coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     coordinator.add_argument("--script-name", default="", help=argparse.SUPPRESS)
     coordinator.add_argument("--marked", action="store_true", help=argparse.SUPPRESS)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +30,7 @@ _STOP_LIMIT_S = 8.0  # from the first signal; then everything is killed
 _HURRY_LIMIT_S = 1.0  # from the second one
 _AGENTS_LIMIT_S = 6.0  # agents may outlive the coordinator by so much
 _RESTARTS_MAX = 5
+_SERVED_S = 60.0  # who served for so long is not counted as failing again and again
 _LEAVE_S = 1.5  # agents of a job that ends leave so long before its coordinator, at the most
 _READ_BYTES = 1 << 16
 _EXIT_AFTER_SIGNAL = 128
@@ -41,7 +42,13 @@ class _Child:
     process: subprocess.Popen[bytes]
     rest: bytes = b""
     restarts: int = 0
+    started_at: float = field(default_factory=time.monotonic)
     ended_at: float | None = None  # when its end was seen
+
+    @property
+    def restarts_in_a_row(self) -> int:
+        """A child that has served for a while begins with a clean slate."""
+        return self.restarts if time.monotonic() - self.started_at < _SERVED_S else 0
 
 
 class _Console:
@@ -129,9 +136,9 @@ class _Cluster:
 
     # --- children --------------------------------------------------------------------------------
 
-    def _start_coordinator(self) -> _Child:
+    def _start_coordinator(self, *more: str) -> _Child:
         listen_fd = self._listener.fileno()
-        arguments = ["coordinator", "--listen-fd", str(listen_fd), "--marked"]
+        arguments = ["coordinator", "--listen-fd", str(listen_fd), "--marked", *more]
         arguments += ["--script-name", self._script, *_flags_of(self._config)]
         return self._start("coordinator", arguments, pass_fds=(listen_fd,))
 
@@ -141,11 +148,11 @@ class _Cluster:
         """
         old = self._coordinator
         killed = old.process.returncode < 0
-        if not killed or self._stops or old.restarts >= _RESTARTS_MAX:
+        if not killed or self._stops or old.restarts_in_a_row >= _RESTARTS_MAX:
             return False
         self._console.line("[stepfast] the coordinator was killed; starting it again")
-        self._coordinator = self._start_coordinator()
-        self._coordinator.restarts = old.restarts + 1
+        self._coordinator = self._start_coordinator("--restarted")
+        self._coordinator.restarts = old.restarts_in_a_row + 1
         return True
 
     def _start_agent(self, node: int, address: str) -> _Child:
@@ -178,7 +185,7 @@ class _Cluster:
             leaves_with_its_job = code >= 0 and time.monotonic() - child.ended_at < _LEAVE_S
             if code == EXIT_FINISHED or leaves_with_its_job:
                 continue
-            if code == EXIT_USER_ERROR or child.restarts >= _RESTARTS_MAX:
+            if code == EXIT_USER_ERROR or child.restarts_in_a_row >= _RESTARTS_MAX:
                 self._code_of_agent = code if code > 0 else EXIT_TRY_AGAIN
                 self.stop(signal.SIGTERM)
                 continue
@@ -187,7 +194,7 @@ class _Cluster:
                 f"[stepfast] the agent of node {node} ended ({how}); starting it again"
             )
             fresh = self._start_agent(node, address)
-            fresh.restarts = child.restarts + 1
+            fresh.restarts = child.restarts_in_a_row + 1
             self._agents[node] = fresh
 
     def _pass_stops_on(self) -> None:

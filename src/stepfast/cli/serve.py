@@ -20,13 +20,14 @@ from stepfast.agent.daemon import Agent, Script
 from stepfast.config import JobConfig, split_address
 from stepfast.coordinator.journal import EVENTS_FILE, Journal, read_events
 from stepfast.coordinator.server import JobServer
-from stepfast.core.job_state import JobEnd, JobState
+from stepfast.core.job_state import JobEnd, JobState, Phase
+from stepfast.core.job_turn import AFTER_FINISH_LIMIT_S
 from stepfast.core.messages import JobSettings
 from stepfast.core.policy import Budget
 from stepfast.core.terms import NodeId
 from stepfast.core.timeouts import solve_timeouts
 from stepfast.errors import ConfigError
-from stepfast.events import JobOpened
+from stepfast.events import JobEnded, JobOpened
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.observe.summary import summarize, write_summary
 from stepfast.runtime.clock import SystemClock
@@ -74,16 +75,17 @@ def serve_coordinator(
     listen_fd: int | None,
     script_name: str,
     is_marked: bool,
+    is_restarted: bool,
 ) -> int:
-    """Serve one job to its end; its exit code."""
+    """Serve one job to its end; its exit code. `is_restarted`: a killed one came back for it."""
     clock = SystemClock()
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
     listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
     journal = Journal(job_dir, clock)
-    if journal.history.finished:
+    if journal.history.finished and not is_restarted:
         raise ConfigError(f"the job in {job_dir} has finished; choose another --job-dir")
     voice = _Voice(is_marked=is_marked)
-    state = _first_state(config, journal, job_dir, clock.monotonic())
+    state = _first_state(config, journal, job_dir, clock.monotonic(), is_restarted=is_restarted)
     if listen_fd is None:
         host, port = listener.getsockname()[:2]
         voice.say(f"listening on {host}:{port}")
@@ -93,6 +95,7 @@ def serve_coordinator(
         nproc_per_node=config.nproc_per_node,
         script=script_name,
         stepfast_version=stepfast.__version__,
+        resumes=is_restarted,
     )
     end = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
     code = _conclude(end, journal, voice, config)
@@ -153,7 +156,9 @@ def _never_fired(config: JobConfig, job_dir: Path) -> list[str]:
     return [text for at, text in enumerate(config.fault) if not (marks / str(at)).exists()]
 
 
-def _first_state(config: JobConfig, journal: Journal, job_dir: Path, now: float) -> JobState:
+def _first_state(
+    config: JobConfig, journal: Journal, job_dir: Path, now: float, *, is_restarted: bool
+) -> JobState:
     device = config.device
     if device == "auto":
         device = "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
@@ -180,6 +185,7 @@ def _first_state(config: JobConfig, journal: Journal, job_dir: Path, now: float)
         heartbeat_interval_s=config.heartbeat_interval_s,
     )
     history = journal.history
+    end = history.end if is_restarted else None
     return JobState(
         settings=settings,
         timeouts=timeouts,
@@ -190,6 +196,19 @@ def _first_state(config: JobConfig, journal: Journal, job_dir: Path, now: float)
         lineage=history.lineage,
         steps_max=history.steps_max,
         logged_max=history.logged_max,
+        phase=Phase.FORMING if end is None else Phase.ENDING,
+        end=None if end is None else _end_again(end, now),
+        came_back=is_restarted,
+    )
+
+
+def _end_again(end: JobEnded, now: float) -> JobEnd:
+    """The end that was decided before; nodes that have not heard of it will be told."""
+    return JobEnd(
+        status=end.status,
+        exit_code=end.exit_code,
+        reason=end.reason,
+        deadline=now + AFTER_FINISH_LIMIT_S,
     )
 
 

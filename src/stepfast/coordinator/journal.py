@@ -26,6 +26,7 @@ from stepfast.events import (
     GenerationOpened,
     GenerationRunning,
     JobEnded,
+    JobOpened,
     Recovered,
     StepLogged,
 )
@@ -46,6 +47,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     steps_max: Step = Step(0)
     logged_max: Step = Step(-1)
     finished: bool = False
+    end: JobEnded | None = None  # of the newest run, if it has one
 
 
 class Journal:
@@ -131,7 +133,8 @@ def read_events(path: Path) -> list[EventLine]:
 
 def read_history(path: Path) -> History:
     """What earlier runs left: the generation's number only grows, the lineage goes on."""
-    generation, lineage, steps_max, logged_max, finished = NO_GENERATION, Lineage(), 0, -1, False
+    generation, lineage, steps_max, logged_max = NO_GENERATION, Lineage(), 0, -1
+    end: JobEnded | None = None
     for line in read_events(path):
         match line.event:
             case GenerationOpened(generation=g, step=step):
@@ -143,12 +146,15 @@ def read_history(path: Path) -> History:
             case StepLogged(step=step):
                 logged_max = max(logged_max, step)
                 steps_max = max(steps_max, step)
-            case JobEnded(status=status):
-                finished = status == "finished"
+            case JobEnded():
+                end = line.event
+            case JobOpened(resumes=False):
+                end = None
     return History(
         generation=generation,
         lineage=lineage,
         steps_max=Step(steps_max),
         logged_max=Step(logged_max),
-        finished=finished,
+        finished=end is not None and end.status == "finished",
+        end=end,
     )

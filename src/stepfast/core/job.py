@@ -56,6 +56,8 @@ from stepfast.events import (
     StepLogged,
 )
 
+_REJOIN_LIMIT_S = 5.0  # an agent tries again at least every 2 s
+
 
 def step(state: JobState, given: JobInput, now: float) -> tuple[JobState, tuple[Output, ...]]:
     """One step of the job. Pure; `now` is monotonic seconds of the coordinator."""
@@ -326,6 +328,8 @@ def _advance_ending(turn: Turn) -> None:
     state = turn.state
     assert state.end is not None, "ending without an end"
     views = state.membership.nodes.values()
+    if state.came_back and not views and turn.now - state.opened_at < _REJOIN_LIMIT_S:
+        return  # this coordinator came back; who still runs has not found it yet
     silence_s = state.timeouts.node_silence_s
     is_out = all(  # a node that lost its connection just now comes back, and must be told
         v.gone or (v.lost_at is not None and turn.now - v.lost_at > silence_s) for v in views

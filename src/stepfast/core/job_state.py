@@ -79,6 +79,7 @@ class JobState:
     kept: bool = False
     returned: Mapping[Rank, RankReturned] = field(default_factory=dict)
     end: JobEnd | None = None
+    came_back: bool = False  # a coordinator that was killed, started again for the same run
 
     @property
     def nodes(self) -> int:

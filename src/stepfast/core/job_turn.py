@@ -17,7 +17,7 @@ from stepfast.core.terms import NodeId, Rank, Step
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN
 from stepfast.events import Event, JobEnded
 
-_AFTER_FINISH_LIMIT_S = (
+AFTER_FINISH_LIMIT_S = (
     3600.0  # user code behind the resilient function: a last export may take long
 )
 
@@ -70,7 +70,7 @@ class Turn:
         digest = final_digest(self.state.returned.values()) if status == "finished" else None
         steps = max((r.step for r in self.state.returned.values()), default=self.state.steps_max)
         if status == "finished":
-            deadline = self.now + _AFTER_FINISH_LIMIT_S
+            deadline = self.now + AFTER_FINISH_LIMIT_S
         end = JobEnd(
             status=status, exit_code=exit_code, reason=reason, deadline=deadline, fault=fault
         )

@@ -85,6 +85,7 @@ def _redirect(log_path: str) -> None:
     """No input; both outputs appended to the log, line by line, so that what was written survives a
     kill."""
     empty = os.open(os.devnull, os.O_RDONLY)
+    os.makedirs(os.path.dirname(log_path), exist_ok=True)
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, LOG_MODE)
     for descriptor, target in ((empty, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, target)

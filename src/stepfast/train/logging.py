@@ -6,6 +6,7 @@ Invariant: nothing here waits for the device inside the loop.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from stepfast.core.terms import Step
 from stepfast.errors import ScriptError
 
+_TEXT_CHARS_MAX = 2_000  # a log line is no place for more
 _TURNS_PENDING_MAX = 64  # on a device that lags so far behind, the oldest turn is waited for
 
 Value = float | int | str | bool
@@ -56,6 +58,10 @@ class LogBuffer:
 
 
 def _taken(name: str, value: Any, turn: _Turn) -> Value | torch.Tensor:
+    if isinstance(value, str) and len(value) > _TEXT_CHARS_MAX:
+        raise ScriptError(f"run.log({name}=...) is text of {len(value)} characters; log less")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no number for it
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.Tensor):
@@ -75,7 +81,7 @@ def _taken_tensor(name: str, value: torch.Tensor, turn: _Turn) -> Value | torch.
     if value.numel() != 1:
         raise ScriptError(f"run.log({name}=...) has {value.numel()} elements; log one")
     if value.device.type == "cpu":
-        return _plain(value)
+        return _taken(name, value.detach().item(), turn)
     # Never run: on a device the copy is only started, and read when its event has passed.
     copy = value.detach().to("cpu", non_blocking=True)
     turn.event = torch.cuda.Event()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from stepfast.core.faults import ErrorClass, ExceptionReport
 from stepfast.errors import OperatingError, UserError
 
-_TRACEBACK_CHARS_MAX = 32_000  # below the size limit of a rank's message
-_MESSAGE_CHARS_MAX = 2_000
+_TRACEBACK_BYTES_MAX = 32_000  # with everything else below the size limit of a rank's message
+_MESSAGE_BYTES_MAX = 2_000
 _CHAIN_MAX = 50
 _OWN_DIRECTORY = os.path.dirname(os.path.dirname(__file__))
 _TORCH_DIRECTORY = os.path.dirname(torch.__file__)
@@ -31,13 +31,10 @@ def report_of(error: BaseException, *, forming: bool = False) -> ExceptionReport
     most.
     """
     lines = traceback.format_exception(type(error), error, error.__traceback__)
-    text = "".join(lines)
-    if len(text) > _TRACEBACK_CHARS_MAX:
-        half = _TRACEBACK_CHARS_MAX // 2
-        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    text = _cut("".join(lines), _TRACEBACK_BYTES_MAX)
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
-    message = _message(error)[:_MESSAGE_CHARS_MAX]
+    message = _cut(_message(error), _MESSAGE_BYTES_MAX)
     if any(words in message for words in _OWN_GROUP_WORDS):
         message += " (stepfast makes the process group: leave init_process_group out)"
     return ExceptionReport(
@@ -52,8 +49,18 @@ def report_of(error: BaseException, *, forming: bool = False) -> ExceptionReport
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as second:  # noqa: BLE001 - user code: its __str__ may raise anything
+    except BaseException as second:  # noqa: BLE001 - user code: its __str__ may raise anything
         return f"(its text cannot be read: {type(second).__name__})"
+
+
+def _cut(text: str, bytes_max: int) -> str:
+    """Text that any wire and console can take: no lone surrogates, and the middle left out."""
+    raw = text.encode("utf-8", "backslashreplace")
+    if len(raw) > bytes_max:
+        half = bytes_max // 2
+        middle = f"\n... {len(raw) - 2 * half} bytes left out ...\n".encode()
+        raw = raw[:half] + middle + raw[-half:]
+    return raw.decode("utf-8", "ignore")
 
 
 def class_of(error: BaseException) -> ErrorClass:

@@ -7,6 +7,7 @@ after a generation nothing of it is left: no group, no iterator, no frame.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -111,7 +112,8 @@ class RankProcess:
             return MainInterrupted()
         except BaseException as error:  # noqa: BLE001 - the user's; it becomes a fault
             report = report_of(error, forming=host.is_forming)
-            sys.stderr.write(_shown(report))
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                sys.stderr.write(_shown(report))  # a script may have closed it
             forget_frames(error)
             return MainRaised(step=host.kept.step, error=report)
         finally:
@@ -211,8 +213,10 @@ def _shown(report: ExceptionReport) -> str:
 
 def _redirect_output(path: Path) -> None:
     """Both outputs go to the generation's own file; what was buffered stays in the old one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()  # a script may have closed it
+    path.parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
