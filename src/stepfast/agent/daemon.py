@@ -72,6 +72,8 @@ _LOOK_S = 0.05  # how often the logs are shown
 _READY_LIMIT_S = 120.0  # a zygote imports torch: seconds, on a cold disk a minute
 _DRAIN_LIMIT_S = 2.0
 _CLOSE_GRACE_S = 1.0
+_STORE_PAUSE_S = 0.1  # before a store is tried again, doubled each time
+_STORE_PAUSES_MAX = 6  # ... so often
 
 # Behind these messages stands a change of what the slots hold, or of who must know it.
 _LOOK_AT_SLOTS = (RankEntered, RankQuiet, RankReturned)
@@ -112,6 +114,7 @@ class Agent:
         self._process_of: dict[Rank, RankProcess] = {}
         self._log_of: dict[Rank, Path] = {}
         self._settings: JobSettings | None = None
+        self._store_failures = 0  # in a row
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._link = CoordinatorLink(
             coordinator,
@@ -373,9 +376,12 @@ class Agent:
             await self._processes.wait_ready(_READY_LIMIT_S)
             port = await self._processes.open_store(self._host)
         except StepfastError as error:
-            await asyncio.sleep(0.2)  # a store that dies at once must not spin
+            self._store_failures += 1
+            pause_s = _STORE_PAUSE_S * 2 ** min(self._store_failures, _STORE_PAUSES_MAX)
+            await asyncio.sleep(pause_s)  # a store that dies at once must not spin
             self._feed(StoreLost(str(error)))
             return
+        self._store_failures = 0
         self._feed(StoreReady(port))
 
 

@@ -48,6 +48,7 @@ _FLUSH_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 3.0
 _PROGRESS_INTERVAL_S = 0.5
 _CLOSE_REFUSED = 4003
+_STRANGERS_NOTED_MAX = 100  # enough to see who it is; more would fill the disk for nothing
 _BEATS_MISSED_MAX = 4  # an agent that missed so many heartbeats may be followed by another
 
 
@@ -110,6 +111,7 @@ class JobServer:
         self._say_progress = say_progress
         self._progress = Progress()
         self._progress_at = 0.0
+        self._strangers = 0
         self._peers: dict[NodeId, _Peer] = {}
         self._driver: Driver[JobState, JobInput] = Driver(job.step, state, self, clock)
         self._ended = asyncio.Event()
@@ -184,18 +186,18 @@ class JobServer:
     async def _agent(self, websocket: WebSocket) -> None:
         await websocket.accept()
         if not self._is_admitted(websocket):
-            self._note("stranger", "a connection with a wrong or missing token was refused")
+            self._note_stranger("a connection with a wrong or missing token was refused")
             await websocket.close(_CLOSE_REFUSED, "wrong or missing token")
             return
         try:
             hello = await asyncio.wait_for(self._hello(websocket), _HELLO_LIMIT_S)
         except (OperatingError, TimeoutError, WebSocketDisconnect, KeyError) as error:
-            self._note("stranger", f"no hello of this protocol: {error}")
+            self._note_stranger(f"no hello of this protocol: {error}")
             with suppress(RuntimeError, WebSocketDisconnect):
                 await websocket.close(_CLOSE_REFUSED, "no hello of this protocol")
             return
         if (refusal := self._refusal(hello)) is not None:
-            self._note("node refused", refusal)
+            self._note_stranger(refusal)
             await websocket.close(_CLOSE_REFUSED, refusal[:120])
             return
         await self._serve_agent(websocket, hello)
@@ -288,6 +290,12 @@ class JobServer:
         except asyncio.QueueFull:
             self._note("node cut off", f"node {node} reads nothing")
             asyncio.get_running_loop().create_task(peer.websocket.close())
+
+    def _note_stranger(self, text: str) -> None:
+        """Anybody can knock, so the log has room for the first ones only."""
+        self._strangers += 1
+        if self._strangers <= _STRANGERS_NOTED_MAX:
+            self._note("stranger", text)
 
     def _note(self, topic: str, text: str) -> None:
         self._write(Note(topic=topic, text=text), durable=False)
