@@ -177,12 +177,11 @@ class RankProcess:
             # What cannot be taken apart needs a fresh process; the user's code has no part in it.
             traceback.print_exc()
             os._exit(EXIT_TRY_AGAIN)
-        gc.collect()
         obstacle = host.kept.obstacle()
         has_collectives = obstacle is None and host.kept.has_collectives
         if obstacle is not None:
             host.forget_built()
-            gc.collect()
+        gc.collect()
         self._monitor.feed(MainQuiet(obstacle, has_collectives))
 
     def _leave_for_good(self) -> None:
