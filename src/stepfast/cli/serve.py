@@ -21,11 +21,10 @@ from stepfast.config import JobConfig, split_address
 from stepfast.coordinator.journal import EVENTS_FILE, Journal, read_events
 from stepfast.coordinator.server import JobServer
 from stepfast.core.job_state import JobEnd, JobState, Phase
-from stepfast.core.job_turn import AFTER_FINISH_LIMIT_S
-from stepfast.core.messages import JobSettings
+from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
 from stepfast.core.policy import Budget
 from stepfast.core.terms import NodeId
-from stepfast.core.timeouts import solve_timeouts
+from stepfast.core.timeouts import timeouts_of
 from stepfast.errors import ConfigError
 from stepfast.events import JobEnded, JobOpened
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
@@ -178,12 +177,7 @@ def _first_state(
         preload=config.preload,
         faults=config.fault,
     )
-    timeouts = solve_timeouts(
-        device=device,
-        hang_floor_s=config.hang_floor_s,
-        hang_ceiling_s=config.hang_ceiling_s,
-        heartbeat_interval_s=config.heartbeat_interval_s,
-    )
+    timeouts = timeouts_of(settings)
     history = journal.history
     end = history.end if is_restarted else None
     return JobState(

@@ -14,8 +14,6 @@ import msgspec
 
 from stepfast.core.terms import Generation, NodeId, Rank, Step
 
-EVIDENCE_CHARS_MAX = 16_000
-
 
 class FaultKind(StrEnum):
     """One word per kind; the words of `--fault` are the same."""

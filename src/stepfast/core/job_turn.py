@@ -11,15 +11,11 @@ from dataclasses import replace
 
 from stepfast.core.faults import Fault
 from stepfast.core.job_state import JobEnd, JobState, Phase
-from stepfast.core.messages import FinishJob, FromCoordinator, RankReturned
+from stepfast.core.messages import AFTER_FINISH_LIMIT_S, FinishJob, FromCoordinator, RankReturned
 from stepfast.core.outputs import Output, Persist, Record, SendToNode
 from stepfast.core.terms import NodeId, Rank, Step
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN
 from stepfast.events import Event, JobEnded
-
-AFTER_FINISH_LIMIT_S = (
-    3600.0  # user code behind the resilient function: a last export may take long
-)
 
 
 class Turn:

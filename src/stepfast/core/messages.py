@@ -15,6 +15,7 @@ from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
 from stepfast.core.terms import Generation, JobId, NodeId, Rank, SnapshotId, Step
 
 PROTOCOL_VERSION = 1
+AFTER_FINISH_LIMIT_S = 3600.0  # code behind the resilient function: a last export may take long
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024  # agent <-> coordinator; a larger one is refused
 RANK_MESSAGE_BYTES_MAX = (
     128 * 1024

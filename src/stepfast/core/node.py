@@ -14,6 +14,7 @@ from stepfast.core.faults import (
     FaultKind,
 )
 from stepfast.core.messages import (
+    AFTER_FINISH_LIMIT_S,
     PROTOCOL_VERSION,
     Bye,
     FaultReported,
@@ -49,11 +50,10 @@ from stepfast.core.node_state import (
 from stepfast.core.node_turn import NodeTurn
 from stepfast.core.outputs import EndProcess, KillRank, OpenStore, Output
 from stepfast.core.terms import Rank, Step
-from stepfast.core.timeouts import SETUP, LearnedLimits, solve_timeouts
+from stepfast.core.timeouts import SETUP, LearnedLimits, timeouts_of
 from stepfast.errors import EXIT_TRY_AGAIN
 
 COORDINATOR_RETURN_LIMIT_S = 120.0  # ranks train on without a coordinator for so long
-_AFTER_FINISH_LIMIT_S = 3600.0  # user code behind the resilient function
 
 
 def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tuple[Output, ...]]:
@@ -133,12 +133,7 @@ def _welcome(turn: NodeTurn, welcome: Welcome) -> None:
     runs.
     """
     settings = welcome.settings
-    timeouts = solve_timeouts(
-        device=settings.device,
-        hang_floor_s=settings.hang_floor_s,
-        hang_ceiling_s=settings.hang_ceiling_s,
-        heartbeat_interval_s=settings.heartbeat_interval_s,
-    )
+    timeouts = timeouts_of(settings)
     limits = turn.state.limits or LearnedLimits(timeouts)
     turn.update(settings=settings, timeouts=timeouts, limits=limits, told=None)
     _tell_again(turn)
@@ -263,7 +258,7 @@ def _finish(turn: NodeTurn, order: FinishJob) -> None:
     before = turn.state.finish
     if before is not None and (order.finished or not before.finished):
         return
-    after_s = _AFTER_FINISH_LIMIT_S
+    after_s = AFTER_FINISH_LIMIT_S
     if not order.finished:
         after_s = turn.timeouts.stop_grace_s if turn.state.timeouts else 0.0
     turn.update(finish=order, finish_deadline=turn.now + after_s)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from stepfast.core.faults import SUSPICION_RATIO
+from stepfast.core.messages import JobSettings
 from stepfast.errors import ConfigError
 
 TURN = "turn"
@@ -72,6 +73,16 @@ def solve_timeouts(
     )
     _check_order(limits)
     return limits
+
+
+def timeouts_of(settings: JobSettings) -> Timeouts:
+    """The limits of a job, from what all its processes agree on."""
+    return solve_timeouts(
+        device=settings.device,
+        hang_floor_s=settings.hang_floor_s,
+        hang_ceiling_s=settings.hang_ceiling_s,
+        heartbeat_interval_s=settings.heartbeat_interval_s,
+    )
 
 
 def _check_order(t: Timeouts) -> None:

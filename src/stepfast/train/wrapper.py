@@ -29,7 +29,7 @@ from stepfast.core.rank import (
     MainReturned,
     RankInput,
 )
-from stepfast.core.timeouts import solve_timeouts
+from stepfast.core.timeouts import solve_timeouts, timeouts_of
 from stepfast.errors import EXIT_TRY_AGAIN, ConfigError, Interrupted, OperatingError
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
@@ -146,12 +146,7 @@ class RankProcess:
             host.groups = Groups(backend)
             self._monitor.set_abort(host.groups.abort)
         settings = order.settings
-        limits = solve_timeouts(
-            device=settings.device,
-            hang_floor_s=settings.hang_floor_s,
-            hang_ceiling_s=settings.hang_ceiling_s,
-            heartbeat_interval_s=settings.heartbeat_interval_s,
-        )
+        limits = timeouts_of(settings)
         membership = Membership(
             generation=order.generation,
             rank=order.rank,
