@@ -13,7 +13,7 @@ import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,8 @@ class Agent:
         looked_at = 0.0
         while True:
             await asyncio.sleep(_TICK_S)
-            self._feed(NodeTick())
+            leaving = [r for r, local in self._driver.state.ranks.items() if local.is_leaving]
+            self._feed(NodeTick(self._stopped_of(leaving)))
             if self._clock.monotonic() - looked_at >= _LOOK_S:
                 looked_at = self._clock.monotonic()
                 self._tail.look()
@@ -202,11 +203,13 @@ class Agent:
             except OSError as error:
                 self._fail(OperatingError(f"cannot prepare this node: {error}"))
                 return
-        stopped: frozenset[Rank] = frozenset()
-        if isinstance(message, ProbeRanks):
-            processes = self._process_of.items()
-            stopped = frozenset(rank for rank, p in processes if _is_stopped(p.pid))
+        is_question = isinstance(message, ProbeRanks)
+        stopped = self._stopped_of(self._process_of) if is_question else frozenset()
         self._feed(FromJob(message, stopped))
+
+    def _stopped_of(self, ranks: Iterable[Rank]) -> frozenset[Rank]:
+        processes = ((rank, self._process_of.get(rank)) for rank in ranks)
+        return frozenset(rank for rank, p in processes if p is not None and _is_stopped(p.pid))
 
     def _prepare(self, settings: JobSettings) -> None:
         """The first welcome: directories, zygote."""

@@ -54,6 +54,7 @@ from stepfast.core.timeouts import SETUP, LearnedLimits, timeouts_of
 from stepfast.errors import EXIT_TRY_AGAIN
 
 COORDINATOR_RETURN_LIMIT_S = 120.0  # ranks train on without a coordinator for so long
+_STOPPED_RATIO = 0.25  # of the interrupt deadline: so long a stop may last where a rank is to leave
 
 
 def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tuple[Output, ...]]:
@@ -96,8 +97,8 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
         case NodeStopRequested(reason):
             turn.note("stop", reason)
             _finish(turn, FinishJob(finished=False, exit_code=EXIT_TRY_AGAIN, reason=reason))
-        case NodeTick():
-            _tick(turn)
+        case NodeTick(stopped):
+            _tick(turn, stopped)
     turn.tell_report_if_changed()
     _end_if_done(turn)
     return turn.state, tuple(turn.outputs)
@@ -273,7 +274,7 @@ def _finish(turn: NodeTurn, order: FinishJob) -> None:
 # --- time ----------------------------------------------------------------------------------------
 
 
-def _tick(turn: NodeTurn) -> None:
+def _tick(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
     state = turn.state
     if state.lost_at is not None and turn.now - state.lost_at > COORDINATOR_RETURN_LIMIT_S:
         reason = f"no coordinator for {COORDINATOR_RETURN_LIMIT_S:g} s"
@@ -285,20 +286,31 @@ def _tick(turn: NodeTurn) -> None:
     if state.finish is None:
         node_watch.suspect(turn)
         node_watch.probe_overdue(turn)
-        _leave_overdue(turn)
+        _leave_overdue(turn, stopped)
         _start_overdue(turn)
     elif state.finish_deadline is not None and turn.now > state.finish_deadline:
         _kill_all(turn)
 
 
-def _leave_overdue(turn: NodeTurn) -> None:
+def _leave_overdue(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
+    """Who was told to leave and is still there. A stopped process is not waited for to the end: it
+    cannot leave, and it is a cause of its own.
+    """
+    limit_s = turn.timeouts.interrupt_deadline_s
     for rank, local in sorted(turn.state.ranks.items()):
-        if local.leave_deadline is None or turn.now < local.leave_deadline or local.doomed:
+        if local.leave_deadline is None or local.doomed:
             continue
-        limit_s = turn.timeouts.interrupt_deadline_s
-        turn.set_rank(rank, leave_deadline=turn.now + limit_s)
-        reason = f"rank {rank} did not leave generation {local.generation} within {limit_s:g} s"
-        node_ranks.tell_fault(turn, _unreachable(turn, local, reason, limit_s))
+        is_stopped = rank in stopped
+        early_s = limit_s * (1 - _STOPPED_RATIO) if is_stopped else 0.0
+        if turn.now < local.leave_deadline - early_s:
+            continue
+        turn.set_rank(rank, leave_deadline=turn.now + limit_s + early_s)
+        waited_s = limit_s - early_s
+        reason = f"rank {rank} did not leave generation {local.generation} within {waited_s:g} s"
+        if is_stopped:
+            reason += ": its process is stopped"
+        kind = FaultKind.STOP if is_stopped else FaultKind.UNREACHABLE
+        node_ranks.tell_fault(turn, _lingering(turn, local, kind, reason, waited_s))
 
 
 def _start_overdue(turn: NodeTurn) -> None:
@@ -312,19 +324,22 @@ def _start_overdue(turn: NodeTurn) -> None:
             continue
         turn.set_rank(rank, phase_since=turn.now)
         reason = f"rank {rank} did not reach the resilient function within {limit_s:g} s"
-        node_ranks.tell_fault(turn, _unreachable(turn, local, reason, limit_s))
+        kind = FaultKind.UNREACHABLE
+        node_ranks.tell_fault(turn, _lingering(turn, local, kind, reason, limit_s))
 
 
-def _unreachable(turn: NodeTurn, local: LocalRank, reason: str, limit_s: float) -> Fault:
+def _lingering(
+    turn: NodeTurn, local: LocalRank, kind: FaultKind, reason: str, waited_s: float
+) -> Fault:
     return Fault(
-        kind=FaultKind.UNREACHABLE,
+        kind=kind,
         generation=local.generation,
         rank=local.rank,
         node=turn.state.node,
         step=local.step,
         reason=reason,
         incarnation=local.incarnation,
-        detect_s=limit_s,
+        detect_s=waited_s,
     )
 
 

@@ -55,6 +55,11 @@ class LocalRank:
     build_has_collectives: bool = False
 
     @property
+    def is_leaving(self) -> bool:
+        """Whether it was told to leave, and has not yet."""
+        return self.leave_deadline is not None and not self.doomed
+
+    @property
     def is_watched(self) -> bool:
         """Whether it must make progress."""
         return self.state is RankState.ACTIVE and self.leave_deadline is None
@@ -210,7 +215,11 @@ class NodeStopRequested:
 
 @dataclass(frozen=True, slots=True)
 class NodeTick:
-    """Input: time went by."""
+    """Input: time went by; `stopped_ranks` are those told to leave whose process the kernel shows
+    as stopped.
+    """
+
+    stopped_ranks: frozenset[Rank] = frozenset()
 
 
 NodeInput = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -396,9 +397,9 @@ class NodeRig(Rig):
         self.feed(FromJob(start_of(generation, step, self.state)))
         return self
 
-    def tick(self, after_s: float) -> list[Output]:
+    def tick(self, after_s: float, *, stopped: Iterable[int] = ()) -> list[Output]:
         self.now += after_s
-        return self.feed(NodeTick())
+        return self.feed(NodeTick(frozenset(map(Rank, stopped))))
 
     def rank(self, number: int) -> Any:
         return self.state.ranks[Rank(number)]

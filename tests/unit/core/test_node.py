@@ -392,6 +392,21 @@ def test_who_does_not_leave_by_the_deadline_is_reported_and_again():
     assert len(rig.now_of(FaultReported)) == 1, "a level: it lasts"
 
 
+def test_who_is_stopped_and_was_told_to_leave_is_a_cause_and_soon():
+    rig = NodeRig().ready().active()
+    rig.feed(interrupt())
+    rig.tick(0.4, stopped=[1])
+    assert not rig.all_of(FaultReported), "a short stop is nobody's fault"
+    rig.tick(0.2, stopped=[1])
+    (told,) = rig.now_of(FaultReported)
+    assert (told.fault.kind, told.fault.rank) == (FaultKind.STOP, 1)
+    assert told.fault.reason == (
+        "rank 1 did not leave generation 1 within 0.5 s: its process is stopped"
+    )
+    rig.tick(1.0, stopped=[1])
+    assert not rig.now_of(FaultReported)
+
+
 def test_a_rank_that_returned_leaves_too():
     rig = NodeRig().ready().active()
     returned = RankReturned(generation=G1, rank=Rank(0), step=Step(9), digests=())
