@@ -27,7 +27,7 @@ from stepfast.runtime.disk import SystemDisk
 from stepfast.runtime.ports import Buffer, Disk
 
 TEMPORARY_PREFIX = ".stepfast-"
-_WRITEBACK_BYTES = 32 << 20  # so much may be dirty before the device is asked to begin
+_WRITEBACK_BYTES = 8 << 20  # so much may be dirty before the device is asked to begin
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _NOT_HERE = (errno.ENOENT, errno.ENOTDIR)
 _DAMAGED = (errno.EIO, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG)

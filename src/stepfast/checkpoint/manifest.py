@@ -114,6 +114,13 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
+def snapshot_words(snapshot: SnapshotId | None) -> str:
+    """A snapshot, or that there is none, as people read it."""
+    if snapshot is None:
+        return "no whole snapshot"
+    return f"step {snapshot.step} of generation {snapshot.generation}"
+
+
 def digest_text(hexadecimal: str) -> str:
     """A digest, as manifests have it."""
     return f"{DIGEST_PREFIX}{hexadecimal}"
