@@ -27,6 +27,7 @@ from stepfast.core.messages import (
     RankLogged,
     RankNoted,
     RankResumed,
+    RankSealed,
     RankStart,
     TensorDigest,
 )
@@ -39,9 +40,11 @@ from stepfast.train.groups import Groups
 from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
 from stepfast.train.monitor import Monitor
+from stepfast.train.pins import Pins
 from stepfast.train.rng import RngState
 from stepfast.train.whereabouts import Whereabout
 
+_SLOTS = 2  # one that is whole and one that is being filled
 _CLOSING = "section:behind the loop"
 
 
@@ -63,7 +66,7 @@ class Account:
 class RankHost:
     """Implements `train.host.Host` for a rank of a job; one object for the process."""
 
-    def __init__(self, monitor: Monitor, whereabout: Whereabout) -> None:
+    def __init__(self, monitor: Monitor, whereabout: Whereabout, pins: Pins) -> None:
         """Nowhere yet: `enter` begins a stay."""
         self.kept = Kept()
         self.whereabout = whereabout
@@ -72,6 +75,7 @@ class RankHost:
         self.is_forming = False
         self.account = Account()
         self._monitor = monitor
+        self._pins = pins
         self._order: RankStart | None = None
         self._capture: Capture | None = None
         self._rng_resumed: RngState | None = None
@@ -79,6 +83,7 @@ class RankHost:
     def enter(self, order: RankStart) -> None:
         """A stay begins; what was built is kept where all ranks agree to it."""
         self._order = order
+        self._pins.begin(order.settings.checkpoints, order.pinned)
         self.account = Account(began=time.monotonic())
         if not order.keep:
             self.forget_built()
@@ -117,7 +122,7 @@ class RankHost:
     @property
     def is_resuming(self) -> bool:
         """Whether the generation goes on from a snapshot."""
-        return self._present.source is not None
+        return self._present.step is not None
 
     @property
     def _present(self) -> RankStart:
@@ -165,11 +170,14 @@ class RankHost:
             self.account.built = time.monotonic()
             if order.source is not None:
                 self._restore(directory, order.source)
+            elif order.checkpoint is not None:
+                self._restore_stored(order.checkpoint)
             newest = NOTHING_HELD if order.step is None else order.step
             if directory.exists():
                 invalidate(directory, newer_than_step=newest, before_generation=order.generation)
             if self._capture is None:
-                self._capture = Capture(Arena(directory), tracked.tree)
+                spare = 1 if order.settings.checkpoints.url else 0  # for one that is being written
+                self._capture = Capture(Arena(directory, _SLOTS + spare), tracked.tree)
             self.account.restored = time.monotonic()
 
     def _restore(self, directory: Path, source: SnapshotId) -> None:
@@ -181,10 +189,20 @@ class RankHost:
         tracked.tree.restore_from(open_sealed(Path(paths[0]), source))
         self._rng_resumed = RngState.take()
 
+    def _restore_stored(self, checkpoint: SnapshotId) -> None:
+        raise NotImplementedError
+
     def _take_snapshot(self, step: Step) -> None:
         assert self._capture is not None, "state is attached before the first snapshot"
         self._monitor.check()
-        self._capture.take(SnapshotId(self._present.generation, step))
+        snapshot = SnapshotId(self._present.generation, step)
+        is_due = self._pins.is_due(step)
+        if is_due and not self._pins.try_pin(snapshot):
+            self.note("checkpoint skipped", f"step {step}: the one before is still being written")
+            is_due = False
+        self._capture.take(snapshot, self._pins.held())
+        if is_due:
+            self._monitor.send(RankSealed(snapshot=snapshot))
 
     def digests(self) -> tuple[TensorDigest, ...]:
         """The state as it stands: name, place and hash of every local tensor."""
