@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+Buffer = bytes | bytearray | memoryview  # what `write` takes; collections.abc.Buffer is 3.12's
+
 
 class Clock(Protocol):
     """Where time comes from."""
@@ -29,4 +31,83 @@ class FaultPoints(Protocol):
         """Called at `forward`, `backward`, `optimizer`, `boundary` and `recovery` of `step`; may
         not return.
         """
+        ...
+
+
+class Disk(Protocol):
+    """The calls on files that durable state is made of. Each raises OSError, as the kernel says.
+
+    Nothing that was written is durable before `sync`, and no name before `sync_directory`.
+    """
+
+    def create(self, path: str) -> int:
+        """A descriptor for writing a new file; FileExistsError where there is one."""
+        ...
+
+    def open(self, path: str) -> int:
+        """A descriptor for reading a regular file."""
+        ...
+
+    def reserve(self, descriptor: int, size_bytes: int) -> None:
+        """Claim the space of a file that will be written; does nothing where that is not known."""
+        ...
+
+    def write(self, descriptor: int, data: Buffer) -> int:
+        """Append; returns how many bytes were taken, which may be fewer than given."""
+        ...
+
+    def start_writeback(self, descriptor: int, start: int, size_bytes: int) -> None:
+        """Have these bytes on their way to the device; waits for nothing and promises nothing."""
+        ...
+
+    def sync(self, descriptor: int) -> None:
+        """Make the file's bytes durable. After an error they are lost: write them again."""
+        ...
+
+    def read_into(self, descriptor: int, start: int, buffer: memoryview) -> int:
+        """Fill the buffer from `start`; returns how many bytes there were, 0 at the end."""
+        ...
+
+    def size_bytes(self, descriptor: int) -> int:
+        """The file's size."""
+        ...
+
+    def close(self, descriptor: int) -> None:
+        """Give the descriptor back."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Give a file another name, in the place of what had it."""
+        ...
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name; FileExistsError where the name is taken."""
+        ...
+
+    def rename_new(self, source: str, target: str) -> None:
+        """As `rename`, but FileExistsError where the name is taken. For what has no links."""
+        ...
+
+    def is_same_file(self, one: str, other: str) -> bool:
+        """Whether two names are of one file."""
+        ...
+
+    def unlink(self, path: str) -> None:
+        """Remove a file's name."""
+        ...
+
+    def make_directory(self, path: str) -> None:
+        """A new directory; FileExistsError where there is anything of that name."""
+        ...
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+        ...
+
+    def sync_directory(self, path: str) -> None:
+        """Make the names in a directory durable."""
+        ...
+
+    def entries(self, path: str) -> list[tuple[str, bool]]:
+        """The names in a directory, sorted, each with whether it is a directory (links are not)."""
         ...

@@ -1,0 +1,279 @@
+"""The checkpoints of a store: which there are, whether they are whole, which go.
+
+Owns: listing, verifying, retention, sweeping. Does not own: who decides that a checkpoint is loaded
+(`core.recovery`), loading it (`loading`).
+
+Invariants:
+- A checkpoint is listed only if its manifest can be read and is that of its directory.
+- The newest one is never removed, nor are the last so many before it, nor what the caller protects.
+- Its manifest goes first: what is half removed does not exist, and the next sweep ends it.
+- Names that are not ours are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from threading import Lock
+
+import msgspec
+import xxhash
+
+from stepfast.checkpoint.commit import read_layout
+from stepfast.checkpoint.manifest import (
+    MANIFEST_BYTES_MAX,
+    MANIFEST_FILE,
+    Manifest,
+    ShardFile,
+    checkpoint_name,
+    decode_manifest,
+    digest_text,
+    parse_checkpoint_name,
+)
+from stepfast.checkpoint.store import CheckpointStore
+from stepfast.checkpoint.writer import Progress, no_progress
+from stepfast.core.terms import Generation, SnapshotId
+from stepfast.errors import StateError
+
+VERIFY_PIECE_BYTES = 8 << 20
+VERIFY_THREADS = 4
+_MANIFEST_READERS = 8
+
+
+class Damage(StrEnum):
+    """What can be wrong with a checkpoint."""
+
+    MANIFEST = "manifest"  # torn, unreadable, or that of another checkpoint
+    MISSING = "missing"  # a file that the manifest names
+    SIZE = "size"  # it is cut, or longer than it was
+    DIGEST = "digest"  # its bytes are not those that were written
+    FOREIGN = "foreign"  # a file that the manifest does not name
+    UNREADABLE = "unreadable"  # the store has it and cannot give it
+
+
+class Finding(msgspec.Struct, frozen=True, order=True):
+    """One thing that is wrong; `name` is the object's name in the store."""
+
+    name: str
+    damage: Damage
+    text: str
+
+
+class Survey(msgspec.Struct, frozen=True):
+    """What is in a store. `manifests` newest first; `unfinished` have no manifest."""
+
+    manifests: tuple[Manifest, ...]
+    damaged: tuple[Finding, ...]
+    unfinished: tuple[SnapshotId, ...]
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """Which checkpoints stay: the `keep_last` newest, and of older ones each whose step is a
+    multiple of `keep_every_steps` (0: none of them).
+
+    At least two by default, so that there is one to fall back to if the newest cannot be read.
+    """
+
+    keep_last: int = 2
+    keep_every_steps: int = 0
+
+    def __post_init__(self) -> None:
+        """The newest one always stays."""
+        assert self.keep_last >= 1, "the newest checkpoint is always kept"
+        assert self.keep_every_steps >= 0, "every so many steps, or 0"
+
+    def surplus(self, snapshots: Collection[SnapshotId]) -> list[SnapshotId]:
+        """Those of `snapshots` that need not stay, oldest first.
+
+        One that a newer generation has reached again is a branch that the job left. It takes no
+        place from the others, and goes when it is not among the newest.
+        """
+        newest_first = sorted(snapshots, reverse=True)
+        kept = set(newest_first[: self.keep_last])
+        line = newest_first[:1]
+        for snapshot in newest_first[1:]:
+            if snapshot.step < line[-1].step:
+                line.append(snapshot)
+        kept.update(line[: self.keep_last])
+        if self.keep_every_steps:
+            kept.update(s for s in line if s.step % self.keep_every_steps == 0)
+        return [snapshot for snapshot in reversed(newest_first) if snapshot not in kept]
+
+
+def survey(store: CheckpointStore) -> Survey:
+    """Everything of ours in the store. A manifest that is damaged is a finding and no error; an
+    OperatingError says that the store itself cannot be asked now.
+    """
+    found = [s for name in store.directories() if (s := parse_checkpoint_name(name)) is not None]
+    with ThreadPoolExecutor(_MANIFEST_READERS, "stepfast-manifests") as readers:
+        read = list(readers.map(lambda snapshot: _look_at(store, snapshot), sorted(found)))
+    manifests = [m for m in read if isinstance(m, Manifest)]
+    return Survey(
+        manifests=tuple(sorted(manifests, key=lambda m: m.snapshot, reverse=True)),
+        damaged=tuple(f for f in read if isinstance(f, Finding)),
+        unfinished=tuple(s for s in read if isinstance(s, SnapshotId)),
+    )
+
+
+def committed(store: CheckpointStore) -> list[SnapshotId]:
+    """The checkpoints that exist, newest first: by generation, then by step."""
+    return [manifest.snapshot for manifest in survey(store).manifests]
+
+
+def damaged(store: CheckpointStore) -> list[Finding]:
+    """The directories whose manifest is there and worth nothing."""
+    return list(survey(store).damaged)
+
+
+def load_manifest(store: CheckpointStore, snapshot: SnapshotId) -> Manifest:
+    """The manifest of one checkpoint; StateError names it and what is wrong with it."""
+    name = _manifest_name(snapshot)
+    size_bytes = store.size_bytes(name)
+    if size_bytes is None:
+        raise StateError(f"{store.url}/{name}: there is no such checkpoint")
+    if size_bytes > MANIFEST_BYTES_MAX:
+        raise StateError(f"{store.url}/{name}: {size_bytes} bytes are no manifest")
+    try:
+        manifest = decode_manifest(store.read(name))
+    except StateError as error:
+        raise StateError(f"{store.url}/{name}: {error}") from error
+    if manifest.snapshot != snapshot:
+        raise StateError(f"{store.url}/{name}: it is the manifest of {manifest.name}")
+    return manifest
+
+
+def verify(
+    store: CheckpointStore,
+    snapshot: SnapshotId,
+    progress: Progress = no_progress,
+    threads: int = VERIFY_THREADS,
+) -> list[Finding]:
+    """Read all of a checkpoint and say everything that is wrong with it; nothing, if it is whole.
+
+    `progress(done, total)` is told the bytes, from several threads, one at a time.
+    """
+    directory = checkpoint_name(snapshot.step, snapshot.generation)
+    try:
+        manifest = load_manifest(store, snapshot)
+    except StateError as error:
+        return [Finding(_manifest_name(snapshot), Damage.MANIFEST, str(error))]
+    known = {f"{directory}/{file.name}" for file in manifest.files} | {_manifest_name(snapshot)}
+    findings = [
+        Finding(name, Damage.FOREIGN, "the manifest does not name this file")
+        for name in store.names(directory)
+        if name not in known
+    ]
+    count = _Count(manifest.size_bytes, progress)
+    with ThreadPoolExecutor(max(1, threads), "stepfast-verify") as pool:
+        found = pool.map(lambda f: _verify_file(store, manifest, f, count), manifest.files)
+        findings += [finding for finding in found if finding is not None]
+    return sorted(findings)
+
+
+def prune(
+    store: CheckpointStore,
+    retention: Retention,
+    *,
+    protected: Collection[SnapshotId] = (),
+    dry_run: bool = False,
+) -> list[SnapshotId]:
+    """Remove what need not stay and is not `protected`; returns what that was, oldest first."""
+    surplus = [s for s in retention.surplus(committed(store)) if s not in protected]
+    for snapshot in () if dry_run else surplus:
+        # The manifest first, and durably: from here on the checkpoint does not exist.
+        store.delete(_manifest_name(snapshot))
+        store.delete_below(checkpoint_name(snapshot.step, snapshot.generation))
+    return surplus
+
+
+def sweep_unfinished(
+    store: CheckpointStore,
+    *,
+    generation: Generation | None = None,
+    in_flight: Collection[SnapshotId] = (),
+) -> list[SnapshotId]:
+    """Remove what was begun and never committed; returns what that was.
+
+    Swept is what is older than the newest checkpoint, or of an older generation than `generation`,
+    the one that runs now; never what is `in_flight`, and what is neither may yet be committed. Of
+    what is committed only hidden remains of dead writers go.
+    """
+    seen = survey(store)
+    newest = seen.manifests[0].snapshot if seen.manifests else None
+    swept = []
+    for snapshot in seen.unfinished:
+        is_passed = newest is not None and snapshot < newest
+        is_of_the_past = generation is not None and snapshot.generation < generation
+        if snapshot in in_flight or not (is_passed or is_of_the_past):
+            continue
+        # Asked again at the last moment, for whom nobody told of what is in flight.
+        if store.size_bytes(_manifest_name(snapshot)) is None:
+            store.delete_below(checkpoint_name(snapshot.step, snapshot.generation))
+            swept.append(snapshot)
+    for manifest in seen.manifests:
+        if manifest.snapshot not in in_flight:
+            store.delete_remains(manifest.name)
+    return swept
+
+
+class _Count:
+    """Bytes done, added up over threads."""
+
+    def __init__(self, total_bytes: int, progress: Progress) -> None:
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._progress = progress
+        self._lock = Lock()
+
+    def add(self, size_bytes: int) -> None:
+        with self._lock:
+            self._done_bytes += size_bytes
+            self._progress(self._done_bytes, self._total_bytes)
+
+
+def _manifest_name(snapshot: SnapshotId) -> str:
+    return f"{checkpoint_name(snapshot.step, snapshot.generation)}/{MANIFEST_FILE}"
+
+
+def _look_at(store: CheckpointStore, snapshot: SnapshotId) -> Manifest | Finding | SnapshotId:
+    name = _manifest_name(snapshot)
+    try:
+        if store.size_bytes(name) is None:
+            return snapshot
+        return load_manifest(store, snapshot)
+    except StateError as error:
+        return Finding(name, Damage.MANIFEST, str(error))
+
+
+def _verify_file(
+    store: CheckpointStore, manifest: Manifest, file: ShardFile, count: _Count
+) -> Finding | None:
+    name = f"{manifest.name}/{file.name}"
+    try:
+        size_bytes = store.size_bytes(name)
+        if size_bytes is None:
+            return Finding(name, Damage.MISSING, "the file is not there")
+        if size_bytes != file.size_bytes:
+            text = f"it has {size_bytes} bytes, and was written with {file.size_bytes}"
+            return Finding(name, Damage.SIZE, text)
+        if _digest(store, name, size_bytes, count) != file.digest:
+            return Finding(name, Damage.DIGEST, "its bytes are not those that were written")
+        layout, held = read_layout(store, name)
+        if held != manifest.snapshot or layout.digest != file.layout_digest:
+            return Finding(name, Damage.DIGEST, "it is the file of another checkpoint")
+    except StateError as error:
+        return Finding(name, Damage.UNREADABLE, str(error))
+    return None
+
+
+def _digest(store: CheckpointStore, name: str, size_bytes: int, count: _Count) -> str:
+    hasher, done = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(min(VERIFY_PIECE_BYTES, size_bytes)))
+    while done < size_bytes:
+        piece = buffer[: min(VERIFY_PIECE_BYTES, size_bytes - done)]
+        store.read_into(name, done, piece)
+        hasher.update(piece)
+        done += len(piece)
+        count.add(len(piece))
+    return digest_text(hasher.hexdigest())

@@ -1,0 +1,349 @@
+"""A store in a directory: a disk, NFS, Lustre. Each object is a file.
+
+Owns: the order of calls that makes a file whole and durable before it has its name.
+Does not own: the calls (`runtime.disk`); what the files are.
+
+Invariants:
+- Bytes are written to a hidden temporary beside the object, synced, and only then given the name;
+  then the directory is synced, and each one above it that was made on the way.
+- A sync that failed is never asked again: the kernel forgets what it could not write. The
+  temporary is thrown away, and whoever wrote starts anew.
+- Temporaries have names of their own; writers never meet in one, and readers never see one.
+- Nothing is made before the first write.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from stepfast.checkpoint.store import check_name
+from stepfast.errors import OperatingError, StateError
+from stepfast.runtime.disk import SystemDisk
+from stepfast.runtime.ports import Buffer, Disk
+
+TEMPORARY_PREFIX = ".stepfast-"
+_WRITEBACK_BYTES = 8 << 20  # so much may be dirty before the device is asked to begin
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+_NOT_HERE = (errno.ENOENT, errno.ENOTDIR)
+_DAMAGED = (errno.EIO, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG)
+_ADVICE = {
+    errno.ENOSPC: "; free some space there, keep fewer checkpoints, or choose another place",
+    errno.EDQUOT: "; the quota is used up: keep fewer checkpoints, or choose another place",
+    errno.EROFS: "; choose a place for checkpoints that can be written to",
+    errno.EACCES: "; give this user the right to it, or choose another place for checkpoints",
+}
+
+
+class DirectoryStore:
+    """Objects as files below `root`, which is made at the first write."""
+
+    def __init__(self, root: Path, disk: Disk | None = None) -> None:
+        """`disk`: the file system; a test's own may fail and crash."""
+        self.root = Path(os.path.abspath(root))
+        self.url = str(self.root)
+        self._disk: Disk = SystemDisk() if disk is None else disk
+
+    def writer(self, name: str, size_bytes: int = 0) -> DirectoryWriter:
+        """Write the object `name`, in the place of what has the name."""
+        return DirectoryWriter(self, self._disk, self._path(name), size_bytes, is_first=False)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Make the object at once and durably; False: there was one of that name already."""
+        path = self._path(name)
+        with DirectoryWriter(self, self._disk, path, len(data), is_first=True) as writer:
+            writer.write(data)
+        return writer.is_named
+
+    def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
+        """Its bytes from `start`, all there are or `size_bytes`; StateError if fewer, or absent."""
+        path = self._path(name)
+        with _Reading(self._disk, path) as reading:
+            wanted = reading.size_bytes - start if size_bytes is None else size_bytes
+            # Asked first: a damaged length must not claim memory.
+            if wanted < 0 or start + wanted > reading.size_bytes:
+                raise _short(path, start, wanted, reading.size_bytes)
+            data = bytearray(wanted)
+            reading.fill(start, memoryview(data))
+            return bytes(data)
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill the buffer from `start`; StateError where the object has fewer bytes, or is not."""
+        with _Reading(self._disk, self._path(name)) as reading:
+            reading.fill(start, buffer)
+
+    def size_bytes(self, name: str) -> int | None:
+        """The object's size; None: there is none."""
+        path = self._path(name)
+        try:
+            descriptor = self._disk.open(path)
+        except OSError as error:
+            if error.errno in _NOT_HERE:
+                return None
+            raise _reading_failure(path, error) from error
+        try:
+            return self._disk.size_bytes(descriptor)
+        finally:
+            self._disk.close(descriptor)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names of all objects below `prefix`, sorted."""
+        found = self._walk(prefix)
+        return sorted(name for name, is_directory in found if not is_directory and _is_object(name))
+
+    def directories(self) -> list[str]:
+        """The directories in the root, sorted, empty ones too."""
+        return [name for name, is_directory in self._entries("") if is_directory]
+
+    def delete(self, name: str) -> None:
+        """Remove the object, durably; fine where there is none."""
+        path = self._path(name)
+        try:
+            self._unlink(path)
+            self._disk.sync_directory(os.path.dirname(path))
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise _failure(path, error) from error
+
+    def delete_below(self, prefix: str) -> None:
+        """Remove all below `prefix`, the directory too, and what writers that are gone left."""
+        top = self._path(prefix.rstrip("/"))
+        try:
+            for name, is_directory in reversed(self._walk(prefix)):
+                path = os.path.join(self.root, name)
+                if is_directory:
+                    self._disk.remove_directory(path)
+                else:
+                    self._unlink(path)
+            self._disk.remove_directory(top)
+            self._disk.sync_directory(os.path.dirname(top))
+        except OSError as error:
+            # NFS keeps a file that someone still reads, under a hidden name: the next sweep's.
+            if error.errno not in (*_NOT_HERE, errno.ENOTEMPTY):
+                raise _failure(top, error) from error
+
+    def delete_remains(self, prefix: str) -> None:
+        """Remove only what writers that are gone left below `prefix`; objects stay."""
+        for name, is_directory in self._walk(prefix):
+            if not is_directory and name.rpartition("/")[2].startswith(TEMPORARY_PREFIX):
+                path = os.path.join(self.root, name)
+                try:
+                    self._unlink(path)
+                except OSError as error:
+                    raise _failure(path, error) from error
+
+    def make_directory(self, path: str) -> None:
+        """Make a directory of the store and what is missing above, durably; for its writers."""
+        try:
+            self._disk.make_directory(path)
+        except FileExistsError:
+            # Perhaps by another process, a moment ago: then nothing says that it is durable. What
+            # is not below the root is none of ours, and perhaps not ours to open.
+            if not path.startswith(f"{self.root}{os.sep}"):
+                return
+        except FileNotFoundError:
+            self.make_directory(os.path.dirname(path))
+            self.make_directory(path)
+            return
+        self._disk.sync_directory(os.path.dirname(path))
+
+    def _walk(self, prefix: str) -> list[tuple[str, bool]]:
+        """Everything below `prefix`, a directory before what is in it; each with whether it is
+        one. What vanishes meanwhile is passed over.
+        """
+        found: list[tuple[str, bool]] = []
+        waiting = [prefix.strip("/")]
+        while waiting:
+            above = waiting.pop()
+            for entry, is_directory in self._entries(above):
+                name = f"{above}/{entry}" if above else entry
+                found.append((name, is_directory))
+                if is_directory:
+                    waiting.append(name)
+        return found
+
+    def _entries(self, name: str) -> list[tuple[str, bool]]:
+        path = os.path.join(self.root, name)
+        try:
+            return self._disk.entries(path)
+        except OSError as error:
+            if error.errno in _NOT_HERE:
+                return []
+            raise _failure(path, error) from error
+
+    def _unlink(self, path: str) -> None:
+        try:
+            self._disk.unlink(path)
+        except FileNotFoundError:
+            pass  # another one was quicker; what was wanted is so
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.root, check_name(name))
+
+
+class DirectoryWriter:
+    """One object in the making: a hidden file beside `target`, until it is whole and durable."""
+
+    def __init__(
+        self, store: DirectoryStore, disk: Disk, target: str, size_bytes: int, *, is_first: bool
+    ) -> None:
+        """`is_first`: it gives way to what has the name already. Nothing is made before it is
+        entered.
+        """
+        hidden = f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}.part"
+        self._path = os.path.join(os.path.dirname(target), hidden)
+        self._target = target
+        self._store = store
+        self._disk = disk
+        self._size_bytes = size_bytes
+        self._is_first = is_first
+        self._descriptor = -1
+        self._written = self._on_its_way = 0
+        self.is_named = False  # whether the object is this one
+
+    def __enter__(self) -> Self:
+        try:
+            self._store.make_directory(os.path.dirname(self._target))
+            self._descriptor = self._disk.create(self._path)
+            self._disk.reserve(self._descriptor, self._size_bytes)
+        except OSError as error:
+            self._throw_away()
+            raise _failure(self._target, error) from error
+        return self
+
+    def write(self, data: Buffer) -> None:
+        """The next bytes."""
+        rest = memoryview(data).cast("B")
+        try:
+            while len(rest):
+                count = self._disk.write(self._descriptor, rest)
+                assert count > 0, "a write that takes nothing and reports no error"
+                self._written += count
+                rest = rest[count:]
+            if self._written - self._on_its_way >= _WRITEBACK_BYTES:
+                self._disk.start_writeback(self._descriptor, 0, self._written)
+                self._on_its_way = self._written
+        except OSError as error:
+            raise _failure(self._target, error) from error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        except OSError as problem:
+            if self.is_named:
+                self._take_back()
+            raise _failure(self._target, problem) from problem
+        finally:
+            self._throw_away()
+
+    def _publish(self) -> None:
+        self._disk.sync(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        self._disk.close(descriptor)  # NFS may report here what it could not store
+        if self._is_first:
+            self.is_named = self._give_new_name()
+        else:
+            self._disk.rename(self._path, self._target)
+            self.is_named = True
+        # Also of what another one made: it counts now, so it has to stay.
+        self._disk.sync_directory(os.path.dirname(self._target))
+
+    def _give_new_name(self) -> bool:
+        try:
+            self._disk.link(self._path, self._target)
+        except FileExistsError:
+            # NFS may carry out a link, lose the answer, and answer the second try with this.
+            return self._disk.is_same_file(self._path, self._target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            try:
+                self._disk.rename_new(self._path, self._target)
+            except FileExistsError:
+                return False
+        return True
+
+    def _take_back(self) -> None:
+        try:
+            self._disk.unlink(self._target)
+        except OSError:
+            pass  # it is whole, but nobody may rely on it: whoever asks for it again gets an error
+
+    def _throw_away(self) -> None:
+        try:
+            if self._descriptor >= 0:
+                descriptor, self._descriptor = self._descriptor, -1
+                self._disk.close(descriptor)
+        except OSError:
+            pass  # it is not wanted any more
+        try:
+            self._disk.unlink(self._path)
+        except OSError:
+            pass  # renamed; or it stays, hidden, and whoever sweeps takes it away
+
+
+class _Reading:
+    """A file that is read."""
+
+    def __init__(self, disk: Disk, path: str) -> None:
+        self._disk = disk
+        self._path = path
+        self._descriptor = -1
+        self.size_bytes = 0
+
+    def __enter__(self) -> Self:
+        try:
+            self._descriptor = self._disk.open(self._path)
+            self.size_bytes = self._disk.size_bytes(self._descriptor)
+        except OSError as error:
+            raise _reading_failure(self._path, error) from error
+        return self
+
+    def fill(self, start: int, buffer: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(buffer):
+                count = self._disk.read_into(self._descriptor, start + done, buffer[done:])
+                if count == 0:
+                    raise _short(self._path, start, len(buffer), start + done)
+                done += count
+        except OSError as error:
+            raise _reading_failure(self._path, error) from error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._disk.close(self._descriptor)
+
+
+def _is_object(name: str) -> bool:
+    return not name.rpartition("/")[2].startswith(".")  # NFS has hidden files of its own
+
+
+def _short(path: str, start: int, wanted_bytes: int, size_bytes: int) -> StateError:
+    return StateError(
+        f"{path}: bytes {start} to {start + wanted_bytes} were wanted, it has {size_bytes}"
+    )
+
+
+def _failure(path: str, error: OSError) -> OperatingError:
+    return OperatingError(f"{path}: {error.strerror or error}{_ADVICE.get(error.errno or 0, '')}")
+
+
+def _reading_failure(path: str, error: OSError) -> OperatingError:
+    if error.errno in (*_NOT_HERE, *_DAMAGED):
+        return StateError(f"{path}: {error.strerror or error}")
+    return _failure(path, error)
