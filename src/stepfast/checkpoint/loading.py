@@ -23,14 +23,9 @@ from typing import NamedTuple, TypeVar
 
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint.blocks import is_right
+from stepfast.checkpoint.catalog import load_manifest
 from stepfast.checkpoint.layout import Entry, Layout
-from stepfast.checkpoint.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    ShardFile,
-    checkpoint_name,
-    decode_manifest,
-)
+from stepfast.checkpoint.manifest import Manifest, ShardFile, snapshot_words
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import StateError
@@ -76,27 +71,22 @@ class StoredShard:
 class StoredCheckpoint:
     """A checkpoint in a store. For one thread; its reads run in threads of their own."""
 
-    def __init__(self, store: CheckpointStore, snapshot: SnapshotId, manifest: Manifest) -> None:
-        """`manifest`: the one of `snapshot`, as `open` reads it."""
-        self.snapshot = snapshot
-        self.name = checkpoint_name(snapshot.step, snapshot.generation)
+    def __init__(self, store: CheckpointStore, manifest: Manifest) -> None:
+        """`manifest`: as `open` reads it."""
+        self.snapshot = manifest.snapshot
+        self.name = manifest.name
         self.manifest = manifest
         self._store = store
         self._layouts: dict[int, Layout] = {}
         self._files = {file.rank: file for file in manifest.files}
-        if manifest.snapshot != snapshot:
-            raise self._damaged(MANIFEST_FILE, "it is of another checkpoint")
 
     @classmethod
     def open(cls, store: CheckpointStore, snapshot: SnapshotId) -> StoredCheckpoint:
         """The committed checkpoint of `snapshot`; only its manifest is read."""
-        name = f"{checkpoint_name(snapshot.step, snapshot.generation)}/{MANIFEST_FILE}"
         try:
-            return cls(store, snapshot, decode_manifest(store.read(name)))
-        except CheckpointDamaged:
-            raise
-        except StateError as error:
-            raise CheckpointDamaged(snapshot, f"{store.url}/{name}: {error}") from error
+            return cls(store, load_manifest(store, snapshot))
+        except StateError as error:  # which names the file
+            raise CheckpointDamaged(snapshot, str(error)) from error
 
     @property
     def world_size(self) -> int:
@@ -195,8 +185,8 @@ class StoredCheckpoint:
         file = self._files[rank]
         try:
             self._store.read_into(f"{self.name}/{file.name}", start, memory)
-        except StateError as error:
-            raise self._damaged(file.name, str(error)) from error
+        except StateError as error:  # which names the file
+            raise CheckpointDamaged(self.snapshot, str(error)) from error
 
     def _read_layout(self, rank: int) -> Layout:
         file = self._files[rank]
@@ -227,8 +217,9 @@ class StoredCheckpoint:
             raise self._damaged(file.name, str(error)) from error
         seal = layouts.parse_seal(raw[layouts.SEAL_START : layouts.SEAL_END], layout.digest)
         if seal != self.snapshot:
-            held = "nothing whole" if seal is None else f"step {seal.step}"
-            raise self._damaged(file.name, f"it holds {held}, not step {self.snapshot.step}")
+            raise self._damaged(
+                file.name, f"it holds {snapshot_words(seal)}, not {snapshot_words(self.snapshot)}"
+            )
         if layout.rank != file.rank:
             raise self._damaged(
                 file.name, f"it is rank {layout.rank}'s file, in the place of rank {file.rank}'s"

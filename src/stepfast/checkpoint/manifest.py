@@ -17,6 +17,7 @@ import re
 import msgspec
 import xxhash
 
+from stepfast.checkpoint.blocks import is_whole
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import StateError
 
@@ -36,7 +37,8 @@ class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's file, as it was written.
 
     `name` is relative to the checkpoint's directory; `digest` is of all its bytes, `layout_digest`
-    that of the slot's layout.
+    that of the slot's layout. `blocks` has the checksums of its blocks of `block_bytes` (the last
+    one is shorter), one behind the other, so that a part of the file can be verified.
     """
 
     rank: int
@@ -44,6 +46,8 @@ class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     digest: str
     layout_digest: str
+    block_bytes: int
+    blocks: str
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -164,6 +168,8 @@ def check_files(files: tuple[ShardFile, ...], world_size: int) -> None:
             raise StateError(f"{file.name!r} cannot be the name of a rank's file")
         if file.size_bytes < 0 or _DIGEST.fullmatch(file.digest) is None:
             raise StateError(f"size or digest of {file.name} make no sense")
+        if not is_whole(file.blocks, file.size_bytes, file.block_bytes):
+            raise StateError(f"the blocks' checksums of {file.name} make no sense")
     if len({file.name for file in files}) != world_size:
         raise StateError("two ranks have one file")
 
