@@ -61,7 +61,13 @@ class WorldStore:
             return SlotNotWritten(order.rank, order.checkpoint, "the slot was taken away")
         self.shards[order.checkpoint, order.rank] = state
         shard = ShardFile(
-            rank=order.rank, name=f"rank-{order.rank}", size_bytes=1, digest="", layout_digest=""
+            rank=order.rank,
+            name=f"rank-{order.rank}",
+            size_bytes=1,
+            digest="",
+            layout_digest="",
+            block_bytes=1,
+            blocks="",
         )
         return SlotWritten(order.rank, order.checkpoint, shard, 0.1)
 

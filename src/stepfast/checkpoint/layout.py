@@ -3,6 +3,9 @@
 Owns: the header of a slot, its seal, and the frame of the plain values.
 Does not own: files and mappings (`arena`), tensors (`tensors`), the plain values' codec (`plain`).
 
+Names: what is a rank's alone (its plain values, its generators, its loaders' positions) is named
+`stepfast.rank-NNNNN.*`; every other name means the same tensor in the files of all ranks.
+
 Invariants:
 - A slot is, byte for byte, a valid `.safetensors` file: 8 bytes of little-endian header length, a
   JSON header, data without holes. `__metadata__` carries the sharding metadata of PyTorch's DCP.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 
@@ -23,7 +27,7 @@ import msgspec
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import ScriptError
 
-PLAIN_NAME = "stepfast.plain"
+RANKS_MAX = 100_000
 HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 DATA_ALIGNMENT_BYTES = 64  # a cache line; vectorised copies start on one
 PLAIN_ROUND_BYTES = 4096
@@ -35,6 +39,8 @@ DTYPE_BYTES = {
     "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+
+_PRIVATE = re.compile(r"stepfast\.rank-(\d{5})\.")
 
 _LENGTH_BYTES = 8
 _SEAL_PREFIX = b'{"__metadata__":{"stepfast_seal":"'
@@ -98,13 +104,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     digest: str
 
     @classmethod
-    def build(cls, specs: Iterable[TensorSpec], plain_bytes: int) -> Layout:
+    def build(cls, specs: Iterable[TensorSpec], plain_bytes: int, *, rank: int = 0) -> Layout:
         """Place `specs`, widest dtype first so that each is aligned, and room for `plain_bytes`.
 
-        Raises ScriptError where two tensors have one name.
+        `rank` is whose the plain values are. Raises ScriptError where two tensors have one name.
         """
+        plain_name = private_name(rank, "plain")
         ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
-        entries, end, seen = [], 0, {PLAIN_NAME, "__metadata__"}
+        entries, end, seen = [], 0, {plain_name, "__metadata__"}
         for spec in ordered:
             if spec.name in seen:
                 raise ScriptError(
@@ -114,7 +121,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             start, end = end, end + spec.size_bytes
             entries.append(_place(spec, start, end))
         capacity = _plain_capacity_bytes(plain_bytes)
-        plain = TensorSpec(PLAIN_NAME, "U8", (capacity,), (capacity,), (0,))
+        plain = TensorSpec(plain_name, "U8", (capacity,), (capacity,), (0,))
         return cls(tuple(entries), _place(plain, end, end + capacity), _digest(entries))
 
     @cached_property
@@ -155,12 +162,35 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def file_bytes(self) -> int:
         return self.data_start + self.plain.end
 
+    @property
+    def rank(self) -> int:
+        """The rank whose state this is, by the name of its plain values."""
+        rank = private_rank(self.plain.name)
+        assert rank is not None, f"{self.plain.name} names no rank"
+        return rank
+
     def serves(self, wanted: Layout) -> bool:
         """Whether a slot of this layout can take a snapshot of the `wanted` one."""
-        return self.digest == wanted.digest and self.plain.end >= wanted.plain.end
+        fits = self.digest == wanted.digest and self.plain.end >= wanted.plain.end
+        return fits and self.plain.name == wanted.plain.name
 
     def has_room_for(self, plain_bytes: int) -> bool:
         return plain_bytes + _PLAIN_FRAME_BYTES <= self.plain.size_bytes
+
+
+def private_name(rank: int, name: str) -> str:
+    """What `name` is called in the files of a checkpoint, where it is `rank`'s alone.
+
+    The files of all ranks may be read as one, and there a name is one tensor.
+    """
+    assert 0 <= rank < RANKS_MAX, f"rank {rank} has no five digits"
+    return f"stepfast.rank-{rank:05d}.{name}"
+
+
+def private_rank(name: str) -> int | None:
+    """The rank whose own `name` is; None where all ranks share it."""
+    found = _PRIVATE.match(name)
+    return None if found is None else int(found[1])
 
 
 def header_bytes(first: bytes) -> int:
@@ -189,9 +219,11 @@ def _parse_unsealed(text: bytes) -> Layout:
         stated = metadata["stepfast_layout"]
     except (KeyError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"the header is damaged: {error!r}") from error
-    entries.sort(key=lambda entry: (entry.start, entry.end, entry.name == PLAIN_NAME))
+    entries.sort(key=lambda entry: (entry.start, entry.end, _is_plain(entry.name)))
+    if not entries or not _is_plain(entries[-1].name):
+        raise ValueError("the header has no plain values")
     layout = Layout(tuple(entries[:-1]), entries[-1], _digest(entries[:-1]))
-    if not entries or layout.plain.name != PLAIN_NAME or layout.digest != stated:
+    if layout.digest != stated:
         raise ValueError("the header's digest does not match its entries")
     position = 0
     for entry in entries:
@@ -234,6 +266,11 @@ def unframe_plain(area: memoryview) -> bytes:
     if bytes(area[8:_PLAIN_FRAME_BYTES]) != _plain_check(blob):
         raise ValueError("the plain values' checksum is wrong")
     return blob
+
+
+def _is_plain(name: str) -> bool:
+    rank = private_rank(name)
+    return rank is not None and name == private_name(rank, "plain")
 
 
 def _place(spec: TensorSpec, start: int, end: int) -> Entry:

@@ -17,6 +17,7 @@ import re
 import msgspec
 import xxhash
 
+from stepfast.checkpoint.blocks import is_whole
 from stepfast.core.durable import ShardFile as ShardFile
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import StateError
@@ -151,6 +152,8 @@ def check_files(files: tuple[ShardFile, ...], world_size: int) -> None:
             raise StateError(f"{file.name!r} cannot be the name of a rank's file")
         if file.size_bytes < 0 or _DIGEST.fullmatch(file.digest) is None:
             raise StateError(f"size or digest of {file.name} make no sense")
+        if not is_whole(file.blocks, file.size_bytes, file.block_bytes):
+            raise StateError(f"the blocks' checksums of {file.name} make no sense")
     if len({file.name for file in files}) != world_size:
         raise StateError("two ranks have one file")
 

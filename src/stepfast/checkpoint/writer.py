@@ -20,6 +20,7 @@ from pathlib import Path
 import xxhash
 
 from stepfast.checkpoint import layout as layouts
+from stepfast.checkpoint.blocks import BlockHasher
 from stepfast.checkpoint.layout import Layout
 from stepfast.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -104,12 +105,13 @@ def write_slot(
         layout = _checked_layout(descriptor, slot_path, snapshot)
         name = shard_name(rank, world_size)
         with store.writer(f"{directory}/{name}", layout.file_bytes) as writer:
-            hasher, done = xxhash.xxh3_128(), 0
+            hasher, blocks, done = xxhash.xxh3_128(), BlockHasher(), 0
             buffer = memoryview(bytearray(min(PIECE_BYTES, layout.file_bytes)))
             while done < layout.file_bytes:
                 piece = buffer[: min(PIECE_BYTES, layout.file_bytes - done)]
                 _fill(descriptor, slot_path, done, piece)
                 hasher.update(piece)
+                blocks.update(piece)
                 writer.write(piece)
                 done += len(piece)
                 progress(done, layout.file_bytes)
@@ -121,6 +123,8 @@ def write_slot(
             size_bytes=layout.file_bytes,
             digest=digest_text(hasher.hexdigest()),
             layout_digest=layout.digest,
+            block_bytes=blocks.block_bytes,
+            blocks=blocks.digests(),
         )
     finally:
         os.close(descriptor)

@@ -30,7 +30,8 @@ class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's file, as it was written.
 
     `name` is relative to the checkpoint's directory; `digest` is of all its bytes, `layout_digest`
-    that of the slot's layout.
+    that of the slot's layout. `blocks` has the checksums of its blocks of `block_bytes` (the last
+    one is shorter), one behind the other, so that a part of the file can be verified.
     """
 
     rank: int
@@ -38,6 +39,8 @@ class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
     digest: str
     layout_digest: str
+    block_bytes: int
+    blocks: str
 
 
 class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):

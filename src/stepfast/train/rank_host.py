@@ -8,7 +8,7 @@ took. Does not own: the way through generations (`train.wrapper`), the format of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,10 @@ import torch.distributed as dist
 
 from stepfast.checkpoint.arena import Arena, invalidate, sealed_slots
 from stepfast.checkpoint.capture import Capture
+from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.restore import open_sealed
+from stepfast.checkpoint.store import open_store
+from stepfast.checkpoint.tensors.reshard import restore
 from stepfast.core.faults import Whereabouts
 from stepfast.core.messages import (
     FirstStepDone,
@@ -32,7 +35,7 @@ from stepfast.core.messages import (
     TensorDigest,
 )
 from stepfast.core.terms import NOTHING_HELD, Rank, SnapshotId, Step
-from stepfast.core.timeouts import FIRST_TURN, TURN
+from stepfast.core.timeouts import FIRST_TURN, SETUP, TURN
 from stepfast.errors import StateError
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
@@ -45,6 +48,7 @@ from stepfast.train.rng import RngState
 from stepfast.train.whereabouts import Whereabout
 
 _SLOTS = 2  # one that is whole and one that is being filled
+_READING_SIGN_S = 5.0
 _CLOSING = "section:behind the loop"
 
 
@@ -190,7 +194,31 @@ class RankHost:
         self._rng_resumed = RngState.take()
 
     def _restore_stored(self, checkpoint: SnapshotId) -> None:
-        raise NotImplementedError
+        """From the checkpoint store, whatever layout it was saved in."""
+        order, tracked = self._present, self.kept.tracked
+        assert tracked is not None, "restored after track"
+        restore(
+            tracked.tree,
+            StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint),
+            world_size=self.world_size,
+            on_warning=lambda text: self.note("checkpoint", text),
+            on_read=self._bytes_came(order),
+        )
+        self._rng_resumed = RngState.take()
+
+    def _bytes_came(self, order: RankStart) -> Callable[[int], None]:
+        """Reading may take long: each piece is a safe point, and now and then a sign of life."""
+        told_at = time.monotonic()
+
+        def came(size_bytes: int) -> None:
+            nonlocal told_at
+            self._monitor.check()
+            if time.monotonic() - told_at >= _READING_SIGN_S:
+                told_at = time.monotonic()
+                step = order.step or Step(0)
+                self._monitor.send(PhaseBegan(generation=order.generation, step=step, phase=SETUP))
+
+        return came
 
     def _take_snapshot(self, step: Step) -> None:
         assert self._capture is not None, "state is attached before the first snapshot"

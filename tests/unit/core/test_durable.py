@@ -80,6 +80,8 @@ def shard(number: int) -> ShardFile:
         size_bytes=100,
         digest=f"xxh3-128:{number:032x}",
         layout_digest="layout",
+        block_bytes=1 << 20,
+        blocks="",
     )
 
 

@@ -5,7 +5,8 @@ parameters. Does not own: the tensors' specs (`local`), what is kept of an objec
 
 Names: a module's tensors are `object.fqn`; an optimizer's are `optimizer.state.fqn.key` and
 `optimizer.param_groups.i.key`, as PyTorch's distributed checkpoint flattens them; wrappers leave no
-trace in a name.
+trace in a name. What is a rank's alone (generators, module flags, loaders' positions) has the rank
+in front: `stepfast.rank-00003.rng.torch`, `stepfast.rank-00003.batches.position`.
 """
 
 from __future__ import annotations
@@ -67,6 +68,23 @@ def check_trackable(name: str, value: object) -> None:
 def is_transparent(value: object) -> TypeGuard[Optimizer]:
     """Whether an optimizer's state is what it holds, with nothing of its own in between."""
     return isinstance(value, Optimizer) and type(value).state_dict is Optimizer.state_dict
+
+
+def is_per_rank(value: object) -> bool:
+    """Whether an object's state is one rank's alone, as a loader's position is.
+
+    Loaders are known by what they can do; a class says it of itself by `state_is_per_rank`.
+    """
+    stated = getattr(value, "state_is_per_rank", None)
+    if isinstance(stated, bool):
+        return stated
+    shared = isinstance(value, nn.Module | Tensor | Optimizer)
+    return not shared and hasattr(value, "__iter__")
+
+
+def private_prefixes(objects: Objects) -> tuple[str, ...]:
+    """What the names begin with that are one rank's alone."""
+    return (f"{OWN_NAME}.", *(f"{name}." for name, v in objects.items() if is_per_rank(v)))
 
 
 def scan_all(objects: Objects) -> dict[str, Scan]:

@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -54,7 +54,7 @@ class Views(Protocol):
 
 
 class Restoration:
-    """The objects, what they hold now by name, and the snapshot."""
+    """The objects, what they hold now by name, and the snapshot; some objects are left alone."""
 
     def __init__(
         self,
@@ -63,8 +63,10 @@ class Restoration:
         inspector: Inspector,
         source: Views,
         tree: dict[str, Any],
+        left_alone: Set[str],
     ) -> None:
-        self._objects, self._scans, self._names = walk.objects, walk.scans, walk.names
+        self._objects = {n: v for n, v in walk.objects.items() if n not in left_alone}
+        self._scans, self._names = walk.scans, walk.names
         self._live, self._inspector = dict(live), inspector
         self._source, self._tree = source, tree
         self._own = tree[OWN_NAME]

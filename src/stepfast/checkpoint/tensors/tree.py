@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,9 +22,14 @@ from torch import Tensor, nn
 
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.arena import Slot
-from stepfast.checkpoint.layout import Layout, TensorSpec
+from stepfast.checkpoint.layout import Layout, TensorSpec, private_name
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
-from stepfast.checkpoint.tensors.naming import OWN_NAME, Objects, check_trackable, is_transparent
+from stepfast.checkpoint.tensors.naming import (
+    Objects,
+    check_trackable,
+    is_transparent,
+    private_prefixes,
+)
 from stepfast.checkpoint.tensors.restoration import Restoration, Views
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import StateError
@@ -41,11 +46,12 @@ class Collected(NamedTuple):
 class StateTree:
     """The tracked objects of one rank. For the thread that trains, between two steps."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, *, rank: int = 0) -> None:
         """Raises ScriptError for a name or an object that cannot be tracked."""
         for name, value in objects.items():
             check_trackable(name, value)
         self._objects = dict(objects)
+        self.rank, self._private = rank, private_prefixes(objects)
         self._inspector = Inspector()
         self._known: Mapping[str, Known] = {}
         self._specs: list[TensorSpec] = []
@@ -61,7 +67,7 @@ class StateTree:
         specs = [known.spec for known in found.values()]
         room = self._layout is not None and self._layout.has_room_for(len(blob))
         if self._layout is None or not room or specs != self._specs:
-            self._layout, self._specs = Layout.build(specs, len(blob)), specs
+            self._layout, self._specs = Layout.build(specs, len(blob), rank=self.rank), specs
         tensors = [found[entry.name].local for entry in self._layout.entries]
         return Collected(self._layout, tensors, blob)
 
@@ -78,8 +84,11 @@ class StateTree:
         slot.write_plain(state.plain)
 
     @torch.no_grad()
-    def restore_from(self, source: Views) -> None:
-        """Bring every tracked object into the state of `source`; StateError: what does not fit."""
+    def restore_from(self, source: Views, left_alone: Set[str] = frozenset()) -> None:
+        """Bring the tracked objects into the state of `source`; StateError: what does not fit.
+
+        Objects that are `left_alone` are in no state of `source`, and stay as they are.
+        """
         try:
             tree = plain.decode(source.plain)
         except ValueError as error:
@@ -87,11 +96,17 @@ class StateTree:
         walk, sink = Walk(self._objects), self._sink()
         walk.held(sink)
         self._known = {}  # or tensors that the restored state has not would stay alive
-        Restoration(walk, sink.found, self._inspector, source, tree).run()
+        Restoration(walk, sink.found, self._inspector, source, tree, left_alone).run()
         after = Sink(self._inspector, sink.found)
         Walk(self._objects).held(after)
-        self._check_restored(after.found, source)
+        self._check_restored(after.found, source, left_alone)
         self._known = after.found
+
+    def look(self) -> tuple[Walk, Mapping[str, Known], Inspector]:
+        """What modules and optimizers hold now, by name, and who says what a tensor is."""
+        walk, sink = Walk(self._objects), self._sink()
+        walk.held(sink)
+        return walk, sink.found, self._inspector
 
     @torch.no_grad()
     def local_digests(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -99,11 +114,12 @@ class StateTree:
 
         Ranks that hold the same part of a tensor (replicas) return the same row.
         """
+        own = tuple(private_name(self.rank, part) for part in ("rng.", "modules."))
         sink = self._sink()
         Walk(self._objects).everything(sink)
         rows = []
         for name, known in sorted(sink.found.items()):
-            if not name.startswith(f"{OWN_NAME}."):
+            if not name.startswith(own):
                 raw = bytearray(known.spec.size_bytes)
                 over(memoryview(raw), known.spec).copy_(known.local)
                 digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
@@ -111,15 +127,17 @@ class StateTree:
         return rows
 
     def _sink(self) -> Sink:
-        return Sink(self._inspector, self._known)
+        return Sink(self._inspector, self._known, rank=self.rank, private=self._private)
 
-    def _check_restored(self, found: Mapping[str, Known], source: Views) -> None:
+    def _check_restored(
+        self, found: Mapping[str, Known], source: Views, left_alone: Set[str]
+    ) -> None:
         """The other half of the layout's digest: what was restored has the snapshot's shape."""
         owners = {
             name
             for name, value in self._objects.items()
             if isinstance(value, nn.Module | Tensor) or is_transparent(value)
-        }
+        } - left_alone
         here = {n: known.spec for n, known in found.items() if n.partition(".")[0] in owners}
         specs = source.layout.specs
         wanted = {n: spec for n, spec in specs.items() if n.partition(".")[0] in owners}

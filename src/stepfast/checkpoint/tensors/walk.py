@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepfast.checkpoint import plain
+from stepfast.checkpoint.layout import private_name
 from stepfast.checkpoint.plain import Ref
 from stepfast.checkpoint.tensors.local import Inspector, Known
 from stepfast.checkpoint.tensors.naming import (
@@ -34,9 +35,19 @@ from stepfast.errors import ScriptError
 class Sink:
     """Collects tensors under their names while a state is walked."""
 
-    def __init__(self, inspector: Inspector, before: Mapping[str, Known]) -> None:
-        """`before`: what an earlier walk found; used where it is still true."""
+    def __init__(
+        self,
+        inspector: Inspector,
+        before: Mapping[str, Known],
+        *,
+        rank: int = 0,
+        private: tuple[str, ...] = (),
+    ) -> None:
+        """`before`: what an earlier walk found; used where it is still true. Names that begin with
+        one of `private` are `rank`'s alone.
+        """
         self.found: dict[str, Known] = {}
+        self._rank, self._private = rank, private
         self._inspector = inspector
         self._before = before
 
@@ -52,6 +63,8 @@ class Sink:
         """For `plain.encode`."""
         if not isinstance(value, Tensor):
             return value if type(value) is Ref else None
+        if path.startswith(self._private):
+            path = private_name(self._rank, path.removeprefix(f"{OWN_NAME}."))
         while path in self.found:  # {"a.b": x, "a": {"b": y}} has one path for two tensors
             path += "~"
         return self.add(path, value)
