@@ -1,8 +1,9 @@
 """What a `Run` finds under an agent: this rank's place, groups, slots and watch.
 
-Owns: snapshots at step boundaries, restoring, the bound on drift, the account of what each phase
-took. Does not own: the way through generations (`train.wrapper`), the format of slots
-(`checkpoint`). Invariant: a snapshot is taken only while its generation stands.
+Owns: when snapshots are due, restoring, the bound on drift, the account of what each phase
+took. Does not own: the way through generations (`train.wrapper`), how snapshots are taken beside
+the training (`train.snapshots`), the format of slots (`checkpoint`). Invariant: a snapshot is begun
+only while its generation stands.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from stepfast.checkpoint.arena import Arena, invalidate, sealed_slots
-from stepfast.checkpoint.capture import Capture
+from stepfast.checkpoint.arena import invalidate, sealed_slots
 from stepfast.checkpoint.restore import open_sealed
 from stepfast.core.faults import Whereabouts
 from stepfast.core.messages import (
@@ -40,6 +40,7 @@ from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
 from stepfast.train.monitor import Monitor
 from stepfast.train.rng import RngState
+from stepfast.train.snapshots import Snapshots
 from stepfast.train.whereabouts import Whereabout
 
 _CLOSING = "section:behind the loop"
@@ -57,6 +58,7 @@ class Account:
         self.turn_began = began
         self.sections_s = 0.0
         self.turns = 0
+        self.is_copying = False  # whether a copy was under way when the turn began
         self.world_operations = 0
 
 
@@ -73,7 +75,13 @@ class RankHost:
         self.account = Account()
         self._monitor = monitor
         self._order: RankStart | None = None
-        self._capture: Capture | None = None
+        self.snapshots = Snapshots(
+            protected=frozenset,
+            on_sealed=lambda _: None,
+            note=self.note,
+            check=self.check,
+            shield=self.shield,
+        )
         self._rng_resumed: RngState | None = None
 
     def enter(self, order: RankStart) -> None:
@@ -89,7 +97,7 @@ class RankHost:
     def forget_built(self) -> None:
         """Everything is built again in the next generation."""
         self.kept = Kept()
-        self._capture = None
+        self.snapshots.forget()
         torch_private.forget_old_meshes()
 
     # --- where this rank stands ------------------------------------------------------------------
@@ -168,8 +176,7 @@ class RankHost:
             newest = NOTHING_HELD if order.step is None else order.step
             if directory.exists():
                 invalidate(directory, newer_than_step=newest, before_generation=order.generation)
-            if self._capture is None:
-                self._capture = Capture(Arena(directory), tracked.tree)
+            self.snapshots.attach(directory, tracked.tree)
             self.account.restored = time.monotonic()
 
     def _restore(self, directory: Path, source: SnapshotId) -> None:
@@ -181,10 +188,18 @@ class RankHost:
         tracked.tree.restore_from(open_sealed(Path(paths[0]), source))
         self._rng_resumed = RngState.take()
 
-    def _take_snapshot(self, step: Step) -> None:
-        assert self._capture is not None, "state is attached before the first snapshot"
+    def _begin_snapshot(self, step: Step, *, whole: bool = False) -> None:
         self._monitor.check()
-        self._capture.take(SnapshotId(self._present.generation, step))
+        self.snapshots.begin(SnapshotId(self._present.generation, step), whole=whole)
+
+    def finish_snapshots(self) -> None:
+        """The user's function has returned: what is being copied is sealed."""
+        with self._monitor.shield():
+            self.snapshots.fence()
+
+    def settle_snapshots(self) -> None:
+        """The generation is over, its groups aborted: no copy is under way behind this."""
+        self.snapshots.settle(aborted=True)
 
     def digests(self) -> tuple[TensorDigest, ...]:
         """The state as it stands: name, place and hash of every local tensor."""
@@ -201,7 +216,7 @@ class RankHost:
             if self._rng_resumed is not None:
                 self._rng_resumed.apply()
             if order.source is None:
-                self._take_snapshot(step)
+                self._begin_snapshot(step)
             account = self.account
             account.resumed = time.monotonic()
             self._monitor.send(
@@ -225,7 +240,12 @@ class RankHost:
         now = time.monotonic()
         turn_s = None if first else now - account.turn_began - account.sections_s
         phase = FIRST_TURN if first else TURN
+        if turn_s is None or account.turns == 1:
+            self.snapshots.cost.drop_turn()
+        else:
+            self.snapshots.cost.turn(turn_s, copying=account.is_copying)
         account.turn_began, account.sections_s = now, 0.0
+        account.is_copying = self.snapshots.is_copying
         self._monitor.send(
             PhaseBegan(generation=self._present.generation, step=step, phase=phase, turn_s=turn_s)
         )
@@ -240,7 +260,7 @@ class RankHost:
         with self._monitor.shield():
             interval = order.settings.snapshot_interval_steps
             if is_last or step % interval == 0:
-                self._take_snapshot(step)
+                self._begin_snapshot(step, whole=is_last)
             account = self.account
             if account.turns == 0:
                 self._monitor.send(
@@ -255,7 +275,7 @@ class RankHost:
             self.kept.step = step
 
     def _bound_drift(self) -> None:
-        """No rank may be two steps ahead of another, or two slots would hold no common step.
+        """No rank may be two steps ahead of another, or their slots would hold no common step.
 
         A model that is sharded over the whole world and ran in this turn waits for all ranks by
         itself. Nothing else is known to: a broadcast or a send lets ranks run on.
@@ -280,10 +300,15 @@ class RankHost:
             return
         phase = PhaseBegan(generation=self._present.generation, step=step, phase=_CLOSING)
         self._monitor.send(phase)
+        cost = self.snapshots.cost.words(self._present.settings.snapshot_interval_steps)
+        if self.rank == 0 and cost is not None:
+            self.note("snapshot cost", cost)
 
     def section_began(self, name: str) -> None:
         """A named phase."""
         self._monitor.check()
+        with self._monitor.shield():
+            self.snapshots.try_seal()
         generation, step = self._present.generation, self.kept.step
         phase = PhaseBegan(generation=generation, step=step, phase=f"section:{name}")
         self._monitor.send(phase)
