@@ -17,8 +17,12 @@ Invariants, at whatever line the process dies:
 - What cannot be kept (state that is no plain value, too small a memory) is refused before any slot
   is unsealed.
 - A slot in which a tensor may have changed under the copy is never sealed (void), and the snapshot
-  behind a void one is whole before its turn begins. So of any two in a row a rank holds one, and
-  with three slots a step that all ranks hold exists while they are at most one step apart.
+  behind a void one is whole before its turn begins.
+
+While ranks are at most one step apart, three slots hold a step that all of them have, at any
+instant; void snapshots included where all ranks lose the same one, or of two ranks one loses any.
+(Where some of many ranks lose one and a process dies between its last collective and its fence,
+there may be none: that costs the snapshots in memory, never a wrong state.)
 """
 
 from __future__ import annotations
