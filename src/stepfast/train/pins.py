@@ -3,7 +3,7 @@
 Owns: the two small sets that the monitor thread and the main thread share. Does not own: cadence
 (`core.durable`), slots (`checkpoint.arena`).
 Invariant: a slot is pinned before it is sealed; at most one is pinned at a time, for one slot more
-than snapshots need is there for it.
+than snapshots need is there for it. Who seals it tells the agent, which lets it go.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Pins:
         self._lock = threading.Lock()
         self._announced: list[Step] = []
         self._pinned: set[SnapshotId] = set()
+        self._unsealed: SnapshotId | None = None
         self.settings = CheckpointSettings()
 
     def begin(self, settings: CheckpointSettings, pinned: Iterable[SnapshotId]) -> None:
@@ -34,6 +35,7 @@ class Pins:
             self.settings = settings
             self._announced = []
             self._pinned = set(pinned)
+            self._unsealed = None
 
     def hear(self, message: RankCheckpointAt | RankUnpin) -> None:
         """An order of the agent."""
@@ -54,7 +56,23 @@ class Pins:
             if self._pinned - {snapshot}:
                 return False
             self._pinned.add(snapshot)
+            self._unsealed = snapshot
             return True
+
+    def seal(self, snapshot: SnapshotId) -> bool:
+        """Its slot is sealed; whether it is kept, which the agent has to be told."""
+        with self._lock:
+            if self._unsealed != snapshot:
+                return False
+            self._unsealed = None
+            return True
+
+    def drop_unsealed(self) -> None:
+        """What was pinned last and will never be sealed need not be kept."""
+        with self._lock:
+            if self._unsealed is not None:
+                self._pinned.discard(self._unsealed)
+                self._unsealed = None
 
     def held(self) -> frozenset[SnapshotId]:
         """What must not be overwritten."""

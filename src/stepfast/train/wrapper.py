@@ -113,6 +113,7 @@ class RankProcess:
             with self._monitor.user_code():
                 self._returned = function(run)
             self._monitor.check()
+            host.finish_snapshots()
             return MainReturned(step=run.finish(), digests=host.digests())
         except Interrupted as interrupted:
             forget_frames(interrupted)
@@ -171,6 +172,7 @@ class RankProcess:
         host.is_forming = False
         host.whereabout.clear()
         try:
+            host.settle_snapshots()
             host.kept.drop_loaders()
             if host.groups is not None:
                 host.groups.dissolve()
