@@ -208,4 +208,3 @@ def seed_rank(rank: int) -> None:
 def digests(objects: Objects, rank: int) -> list[tuple[str, tuple[int, ...], str]]:
     """Every local tensor."""
     return StateTree(objects, rank=rank).local_digests()
-

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
 from property.layouts import (
     OPTIMIZERS,
     SNAPSHOT,
@@ -20,7 +21,6 @@ from property.layouts import (
     save,
     train,
 )
-
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.tensors.reshard import restore
 from stepfast.checkpoint.tensors.tree import StateTree

@@ -80,7 +80,9 @@ def split(overlap: Overlap, source_elements_max: int) -> Iterator[Overlap]:
     dim = cuttable[0]  # the slowest one that is left
     stride, size = overlap.source_strides[dim], overlap.shape[dim]
     inner = span - (size - 1) * stride
-    rows = max(1, (source_elements_max - inner) // stride + 1) if inner <= source_elements_max else 1
+    rows = (
+        max(1, (source_elements_max - inner) // stride + 1) if inner <= source_elements_max else 1
+    )
     for first in range(0, size, rows):
         shape = list(overlap.shape)
         shape[dim] = min(rows, size - first)

@@ -118,7 +118,9 @@ class Planner:
             else:
                 del buffers[path]
         prefix, known = f"{name}.", here | buffers.keys()
-        self._add_unexpected(n for n in self._saved_names if n.startswith(prefix) and n not in known)
+        self._add_unexpected(
+            n for n in self._saved_names if n.startswith(prefix) and n not in known
+        )
         self._modules[name] = {
             "buffers": list(buffers.values()),
             "eval": _same_paths(saved["eval"], [path for path, _ in scan.parts]),
@@ -145,7 +147,7 @@ class Planner:
                 f" {len(groups)} there"
             )
             groups = [{} for _ in optimizer.param_groups]
-        parameters = {n: p for p, n in named_parameters(name, optimizer, self._walk.names)}
+        parameters = parameters_of(name, optimizer, self._walk)
         states = dict(saved["state"])
         for rank, names in self._elsewhere(name, parameters.keys() - states.keys()).items():
             others = self._world.values(rank)[name]["state"]
@@ -153,9 +155,8 @@ class Planner:
         kept, of_all_ranks = {}, self._saved_states(name)
         for parameter_name, state in states.items():
             if parameter_name in parameters:
-                full = self._walk.names[id(parameters[parameter_name])][1]
-                if self.wants.is_found(full):
-                    kept[parameter_name] = self._state(state, full)
+                if self.wants.is_found(parameters[parameter_name]):
+                    kept[parameter_name] = self._state(state, parameters[parameter_name])
             elif f"{name}.state.{parameter_name}" in of_all_ranks:
                 self.misfits.unexpected.append(f"{name}.state.{parameter_name}")
         self.tree[name] = {"state": kept, "param_groups": groups}
@@ -248,6 +249,11 @@ class Planner:
         for name in names:
             shape = self.wants.saved_shape(name)
             self.misfits.unexpected.append(f"{name} {list(shape or ())}")
+
+
+def parameters_of(name: str, optimizer: Optimizer, walk: Walk) -> dict[str, str]:
+    """The parameters' own names, by the names that the optimizer's state has them under."""
+    return {n: walk.names[id(p)][1] for p, n in named_parameters(name, optimizer, walk.names)}
 
 
 def _names_of_all_ranks(checkpoint: StoredCheckpoint) -> list[str]:
