@@ -140,13 +140,7 @@ class Planner:
 
     def _plan_optimizer(self, name: str, optimizer: Optimizer) -> None:
         saved = self.tree[name]
-        groups = plain.replace_refs(saved["param_groups"], self._like_live)
-        if len(groups) != len(optimizer.param_groups):
-            self.misfits.other.append(
-                f"{name} has {len(optimizer.param_groups)} parameter groups here and"
-                f" {len(groups)} there"
-            )
-            groups = [{} for _ in optimizer.param_groups]
+        groups = self._groups(name, optimizer, saved["param_groups"])
         parameters = parameters_of(name, optimizer, self._walk)
         states = dict(saved["state"])
         for rank, names in self._elsewhere(name, parameters.keys() - states.keys()).items():
@@ -160,6 +154,19 @@ class Planner:
             elif f"{name}.state.{parameter_name}" in of_all_ranks:
                 self.misfits.unexpected.append(f"{name}.state.{parameter_name}")
         self.tree[name] = {"state": kept, "param_groups": groups}
+
+    def _groups(self, name: str, optimizer: Optimizer, saved: list[Any]) -> list[Any]:
+        here = optimizer.param_groups
+        if len(saved) == len(here):
+            groups: list[Any] = plain.replace_refs(saved, self._like_live)
+            return groups
+        self.misfits.other.append(
+            f"{name} has {len(here)} parameter groups here and {len(saved)} there"
+        )
+        for path, known in self._live.items():
+            if path.startswith(f"{name}.param_groups."):
+                self.wants.keep(known.spec, known.local)
+        return [{} for _ in here]
 
     def _elsewhere(self, name: str, parameters: set[str]) -> dict[int, list[str]]:
         """Which rank has the state of parameters that the chosen rank has none of, as a rank of

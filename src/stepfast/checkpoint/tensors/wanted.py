@@ -108,6 +108,10 @@ class Wants:
             self.take(TensorSpec(ref.name, dtype, shape, shape, (0,) * len(shape)))
         return Ref(ref.name, device, None)
 
+    def keep(self, spec: TensorSpec, value: Tensor) -> None:
+        """A local tensor of this process keeps its value."""
+        self.found[spec.name] = Wanted(spec, kept=value)
+
     def make(self, name: str, value: bytes) -> None:
         """Bytes stand in for what was saved under `name` by one rank alone."""
         self.found[name] = Wanted(self.index[name][0].entry.spec, made=value)
