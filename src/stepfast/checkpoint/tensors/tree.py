@@ -24,7 +24,13 @@ from stepfast.checkpoint import plain
 from stepfast.checkpoint.arena import Slot
 from stepfast.checkpoint.layout import Layout, TensorSpec
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
-from stepfast.checkpoint.tensors.naming import OWN_NAME, Objects, check_trackable, is_transparent
+from stepfast.checkpoint.tensors.naming import (
+    OWN_NAME,
+    Objects,
+    check_trackable,
+    is_container,
+    is_transparent,
+)
 from stepfast.checkpoint.tensors.restoration import Restoration, Views
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import StateError
@@ -42,7 +48,9 @@ class StateTree:
     """The tracked objects of one rank. For the thread that trains, between two steps."""
 
     def __init__(self, objects: Objects) -> None:
-        """Raises ScriptError for a name or an object that cannot be tracked."""
+        """Raises ScriptError for what cannot be tracked, by name, and for state that cannot be kept,
+        by its path: now, rather than at the first snapshot.
+        """
         for name, value in objects.items():
             check_trackable(name, value)
         self._objects = dict(objects)
@@ -51,6 +59,7 @@ class StateTree:
         self._specs: list[TensorSpec] = []
         self._layout: Layout | None = None
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
+        self.collect()
 
     @torch.no_grad()
     def collect(self) -> Collected:
@@ -118,7 +127,7 @@ class StateTree:
         owners = {
             name
             for name, value in self._objects.items()
-            if isinstance(value, nn.Module | Tensor) or is_transparent(value)
+            if isinstance(value, nn.Module | Tensor) or is_transparent(value) or is_container(value)
         }
         here = {n: known.spec for n, known in found.items() if n.partition(".")[0] in owners}
         specs = source.layout.specs
