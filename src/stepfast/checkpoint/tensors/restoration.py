@@ -194,6 +194,7 @@ class Restoration:
             state.update(filled)
 
     def _restore_container(self, name: str, value: Any) -> None:
+        self._tell_apart(name)
         filled = self._fill(self._tree[name])
         if type(filled) is not type(value):
             raise StateError(
@@ -201,6 +202,19 @@ class Restoration:
                 " snapshot"
             )
         put_into(value, filled)
+
+    def _tell_apart(self, name: str) -> None:
+        """One live tensor under two names may have been two when the snapshot was taken."""
+        first: dict[int, str] = {}
+        for path in sorted(path for path in self._live if path.startswith(f"{name}.")):
+            before = first.setdefault(id(self._live[path].tensor), path)
+            if before != path and not self._have_same_bytes(before, path):
+                del self._live[path]
+
+    def _have_same_bytes(self, one: str, other: str) -> bool:
+        entries = [self._source.layout.by_name.get(name) for name in (one, other)]
+        views = [self._source.view(entry) for entry in entries if entry is not None]
+        return len(views) == 2 and views[0] == views[1]
 
     def _restore_other(self, name: str, value: Any) -> None:
         refs: list[Ref] = []
