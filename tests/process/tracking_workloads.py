@@ -1,4 +1,4 @@
-"""Models of every kind of sharding, for ranks that a test starts; each rank works on its own objects.
+"""Models of every kind of sharding, and what the ranks that a test starts do with them.
 
 Owns: the models by kind, what a rank does with them. Does not own: what is right (the test).
 """
@@ -84,7 +84,9 @@ def _serve(
         pipe.send((True, work(rank, world_size, directory, *args)))
     except Exception:  # noqa: BLE001 - the test hears of it
         pipe.send((False, traceback.format_exc()))
-    multiprocessing.connection.wait([pipe])  # until the test ends it: its peers may need its sockets
+    multiprocessing.connection.wait(
+        [pipe]
+    )  # until the test ends it: its peers may need its sockets
 
 
 def build(kind: str, seed: int = 1) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What else can be tracked: averages, scalers, containers, wrapped and compiled models; what cannot."""
+"""What else can be tracked: averages, scalers, containers, wrapped models; and what cannot."""
 
 from __future__ import annotations
 

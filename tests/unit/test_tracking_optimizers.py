@@ -71,7 +71,7 @@ def test_sparse_gradients(tmp_path: Path) -> None:
 
 
 def test_groups_and_parameters_that_begin_later(tmp_path: Path) -> None:
-    """Frozen from the start, frozen after a step, in a group of its own: state that is not there."""
+    """Frozen from the start, frozen after a step, in a group of its own: state that is missing."""
 
     def make() -> Objects:
         model = Net()

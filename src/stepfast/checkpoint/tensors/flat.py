@@ -1,7 +1,7 @@
 """FSDP1's flat parameters: which run of which original parameter this rank holds, and where.
 
-Owns: the private names of `FullyShardedDataParallel` that say so; optimizer state cut along original
-parameters and put together again. Does not own: names (`naming`), specs (`local`).
+Owns: the private names of `FullyShardedDataParallel` that say so; optimizer state cut along the
+original parameters and put together again. Does not own: names (`naming`), specs (`local`).
 
 Invariants:
 - No collective is called: this is FSDP1's LOCAL_STATE_DICT, without its gathering of metadata.
@@ -62,7 +62,7 @@ class FlatPlace(NamedTuple):
     is_shared: bool  # a second name of a parameter that has another place
 
 
-# By module: what FSDP1 took out of it. The flat parameters themselves are under a key without place.
+# By module: the parameters that FSDP1 took out of it.
 FlatPlaces = Mapping[nn.Module, list[FlatPlace]]
 
 
@@ -158,7 +158,7 @@ def join_state(
         found = [values.get(key) if values is not None else None for _, values in pieces]
         source, is_flattened = source_of(value) if isinstance(value, Ref) else (None, False)
         piece, _ = pieces[0]
-        if source is not None and (is_flattened or piece.is_whole and source.shape != ()):
+        if source is not None and (is_flattened or (piece.is_whole and source.shape != ())):
             flat = _flat_like(parameter, source.dtype, before.get(key))
             for (piece, _), saved in zip(pieces, found, strict=True):
                 _plan_piece(f"{name}.{key}", piece, flat, saved, source_of, plan_copy)
@@ -217,11 +217,11 @@ def _handles(module: nn.Module) -> Iterator[Any]:
 
 def _reshard(handle: Any) -> None:
     """An evaluation leaves the root unsharded; its next forward would use what is there."""
-    if hasattr(handle.flat_param, "_local_shard") and not handle.needs_unshard():
-        if handle.uses_sharded_strategy:
-            handle.reshard(free_unsharded_flat_param=True)
-            handle.post_reshard()
-            handle._prefetched = False
+    began = hasattr(handle.flat_param, "_local_shard")  # there is one from the first forward on
+    if began and handle.uses_sharded_strategy and not handle.needs_unshard():
+        handle.reshard(free_unsharded_flat_param=True)
+        handle.post_reshard()
+        handle._prefetched = False
 
 
 def _places_of(name: str, handle: Any) -> Iterator[tuple[FlatPlace, nn.Module]]:
@@ -237,9 +237,8 @@ def _places_of(name: str, handle: Any) -> Iterator[tuple[FlatPlace, nn.Module]]:
             )
         piece = _piece(flat, index, is_whole)
         parameter = flat._params[index] if has_originals else flat
-        if not has_originals:
-            in_state = piece
-        else:
+        in_state: Piece | None = piece
+        if has_originals:
             in_state = None if is_whole else piece._replace(offset=0)
         yield FlatPlace(key, piece.of(local), parameter, in_state, is_shared=False), owner
 

@@ -88,7 +88,9 @@ def check_trackable(name: str, value: object) -> None:
         return
     kind = type(value).__name__
     if isinstance(value, type):
-        raise ScriptError(f"run.track({name}=...) got the class {value.__name__}; give it an object")
+        raise ScriptError(
+            f"run.track({name}=...) got the class {value.__name__}; give it an object"
+        )
     if value is None or isinstance(value, _IMMUTABLE):
         raise ScriptError(
             f"run.track({name}=...) got a {kind}, which cannot be changed in place and has no"

@@ -48,8 +48,8 @@ class StateTree:
     """The tracked objects of one rank. For the thread that trains, between two steps."""
 
     def __init__(self, objects: Objects) -> None:
-        """Raises ScriptError for what cannot be tracked, by name, and for state that cannot be kept,
-        by its path: now, rather than at the first snapshot.
+        """Raises ScriptError for what cannot be tracked, by name, and for state that cannot be
+        kept, by its path: now, rather than at the first snapshot.
         """
         for name, value in objects.items():
             check_trackable(name, value)
