@@ -22,10 +22,13 @@ from torch.optim import Optimizer
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.layout import TensorSpec, private_rank
 from stepfast.checkpoint.loading import StoredCheckpoint
+from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.plain import Ref
 from stepfast.checkpoint.tensors.local import Inspector, Known
 from stepfast.checkpoint.tensors.naming import (
     OWN_NAME,
+    Scan,
+    is_container,
     is_per_rank,
     is_transparent,
     named_parameters,
@@ -33,8 +36,6 @@ from stepfast.checkpoint.tensors.naming import (
 from stepfast.checkpoint.tensors.other_world import OtherWorld
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.checkpoint.tensors.wanted import Misfits, Wants
-
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 class Planner:
@@ -75,6 +76,8 @@ class Planner:
                 self._take_live(name)
             elif is_transparent(value):
                 self._plan_optimizer(name, value)
+            elif is_container(value):
+                self.tree[name] = plain.replace_refs(self.tree[name], self._like_live)
             elif is_per_rank(value):
                 self._plan_per_rank(name, value)
             elif name in self.tree:
@@ -121,19 +124,21 @@ class Planner:
         self._add_unexpected(
             n for n in self._saved_names if n.startswith(prefix) and n not in known
         )
+        wrappers = {raw for raw, _, _ in scan.wrappers}
         self._modules[name] = {
             "buffers": list(buffers.values()),
-            "eval": _same_paths(saved["eval"], [path for path, _ in scan.parts]),
-            "extra": self._extra(name, saved["extra"]),
+            "eval": [path for path in saved["eval"] if path in scan.owners],
+            "odd_wrappers": [raw for raw in saved["odd_wrappers"] if raw in wrappers],
+            "extra": self._extra(scan, saved["extra"]),
         }
 
-    def _extra(self, name: str, saved: dict[str, Any]) -> dict[str, Any]:
-        by_path = {_bare(path): value for path, value in saved.items()}
+    def _extra(self, scan: Scan, saved: dict[str, Any]) -> dict[str, Any]:
         found = {}
-        for path, part in self._walk.scans[name].parts:
+        parts = (*scan.owners.items(), *((raw, part) for raw, part, _ in scan.wrappers))
+        for path, part in parts:
             if type(part).get_extra_state is not nn.Module.get_extra_state:
-                if _bare(path) in by_path:
-                    found[path] = plain.replace_refs(by_path[_bare(path)], self._whole)
+                if path in saved:
+                    found[path] = plain.replace_refs(saved[path], self._whole)
                 else:
                     self.misfits.missing.append(f"the extra state of {path}")
         return found
@@ -202,8 +207,11 @@ class Planner:
             dtype, spec = self.wants.index[ref.name][0].entry.dtype, known.spec
             if shape == self.wants.saved_shape(parameter):
                 self.wants.take(
-                    TensorSpec(ref.name, dtype, spec.shape, spec.global_shape, spec.offsets)
-                )
+                    TensorSpec(
+                        ref.name, dtype, spec.shape, spec.global_shape, spec.offsets,
+                        original_shape=spec.original_shape,
+                    )
+                )  # fmt: skip
                 return Ref(ref.name, known.ref.device, known.ref.shards)
             whole = self.wants.take_whole(ref, "cpu" if ref.device == "cpu" else known.ref.device)
             is_one = ref.shards is not None or (not was_sharded and shape not in ((), (1,)))
@@ -240,7 +248,7 @@ class Planner:
     def _like_live(self, ref: Ref) -> Ref:
         """A tensor as this process has it; as a plain one where it has none that fits."""
         known = self._live.get(ref.name)
-        if known is not None and known.spec.global_shape == self.wants.saved_shape(ref.name):
+        if known is not None and true_shape(known.spec) == self.wants.saved_shape(ref.name):
             self.wants.take(known.spec)
             return known.ref
         if ref.shards is not None:
@@ -260,7 +268,11 @@ class Planner:
 
 def parameters_of(name: str, optimizer: Optimizer, walk: Walk) -> dict[str, str]:
     """The parameters' own names, by the names that the optimizer's state has them under."""
-    return {n: walk.names[id(p)][1] for p, n in named_parameters(name, optimizer, walk.names)}
+    found: dict[str, str] = {}
+    for parameter, names in named_parameters(name, optimizer, walk.names):
+        known = walk.names[id(parameter)]
+        found |= {own: each.full for (own, _), each in zip(names, known, strict=True)}
+    return found
 
 
 def _names_of_all_ranks(checkpoint: StoredCheckpoint) -> list[str]:
@@ -273,13 +285,3 @@ def _names_of_all_ranks(checkpoint: StoredCheckpoint) -> list[str]:
         for name, chunks in checkpoint.index.items()
         if len(chunks) == size and private_rank(name) is None
     )
-
-
-def _bare(path: str) -> str:
-    """A module's path without the wrappers, which differ between layouts."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-
-
-def _same_paths(saved: list[str], here: list[str]) -> list[str]:
-    wanted = {_bare(path) for path in saved}
-    return [path for path in here if _bare(path) in wanted]

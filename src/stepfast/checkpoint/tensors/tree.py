@@ -27,6 +27,7 @@ from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
     Objects,
     check_trackable,
+    is_container,
     is_transparent,
     private_prefixes,
 )
@@ -47,7 +48,9 @@ class StateTree:
     """The tracked objects of one rank. For the thread that trains, between two steps."""
 
     def __init__(self, objects: Objects, *, rank: int = 0) -> None:
-        """Raises ScriptError for a name or an object that cannot be tracked."""
+        """Raises ScriptError for what cannot be tracked, by name, and for state that cannot be
+        kept, by its path: now, rather than at the first snapshot.
+        """
         for name, value in objects.items():
             check_trackable(name, value)
         self._objects = dict(objects)
@@ -57,6 +60,7 @@ class StateTree:
         self._specs: list[TensorSpec] = []
         self._layout: Layout | None = None
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
+        self.collect()
 
     @torch.no_grad()
     def collect(self) -> Collected:
@@ -136,7 +140,7 @@ class StateTree:
         owners = {
             name
             for name, value in self._objects.items()
-            if isinstance(value, nn.Module | Tensor) or is_transparent(value)
+            if isinstance(value, nn.Module | Tensor) or is_transparent(value) or is_container(value)
         } - left_alone
         here = {n: known.spec for n, known in found.items() if n.partition(".")[0] in owners}
         specs = source.layout.specs

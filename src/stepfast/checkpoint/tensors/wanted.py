@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stepfast.checkpoint.layout import TensorSpec
 from stepfast.checkpoint.loading import Chunk
-from stepfast.checkpoint.overlap import Overlap, is_same_tensor, overlaps
+from stepfast.checkpoint.overlap import Overlap, overlaps, true_shape
 from stepfast.checkpoint.plain import Ref
 
 SHOWN_MAX = 100  # misfits of one kind that the message names
@@ -73,7 +73,7 @@ class Wants:
     def saved_shape(self, name: str) -> tuple[int, ...] | None:
         """The whole saved tensor's shape; None where there is none."""
         chunks = self.index.get(name)
-        return None if chunks is None else chunks[0].entry.global_shape
+        return None if chunks is None else true_shape(chunks[0].entry)
 
     def is_found(self, name: str) -> bool:
         """Whether the tensor comes from the checkpoint."""
@@ -127,7 +127,7 @@ class Wants:
 
 
 def _fits(saved: TensorSpec, here: TensorSpec) -> bool:
-    return saved.dtype == here.dtype and is_same_tensor(saved.global_shape, here.global_shape)
+    return saved.dtype == here.dtype and true_shape(saved) == true_shape(here)
 
 
 def _covers(parts: tuple[tuple[Chunk, Overlap], ...], spec: TensorSpec) -> bool:
@@ -143,7 +143,7 @@ def _covers(parts: tuple[tuple[Chunk, Overlap], ...], spec: TensorSpec) -> bool:
 
 
 def _kind(spec: TensorSpec) -> str:
-    return f"{spec.dtype} {list(spec.global_shape)}"
+    return f"{spec.dtype} {list(true_shape(spec))}"
 
 
 def _listed(found: list[str]) -> str:
