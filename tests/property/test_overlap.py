@@ -18,13 +18,14 @@ SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 @st.composite
 def part_of(draw: st.DrawFn, whole: Shape) -> TensorSpec:
     """A box of a tensor, or a slice of it flattened; either may be empty."""
-    if draw(st.booleans()):
+    original = whole if draw(st.booleans()) else None
+    if original is not None:
         whole = (math.prod(whole),)
     offsets = tuple(draw(st.integers(0, size)) for size in whole)
     shape = tuple(
         draw(st.integers(0, size - offset)) for size, offset in zip(whole, offsets, strict=True)
     )
-    return TensorSpec("t", "F32", shape, whole, offsets)
+    return TensorSpec("t", "F32", shape, whole, offsets, original_shape=original)
 
 
 def memory_of(part: TensorSpec, whole: Shape) -> np.ndarray:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+
 from property.layouts import (
     OPTIMIZERS,
     SNAPSHOT,
@@ -20,7 +21,6 @@ from property.layouts import (
     save,
     train,
 )
-
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.tensors.reshard import restore
 from stepfast.checkpoint.tensors.tree import StateTree
@@ -44,7 +44,12 @@ RECIPES = st.builds(
 )
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+# Without shrinking: an example is a few small jobs, and says itself which.
+@settings(
+    max_examples=20,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+)
 @example(Layout("fsdp", (2,)), Layout("fsdp", (3,)), Recipe(), 3)
 @example(Layout("tp", (2, 2)), Layout("plain"), Recipe(), 3)
 @example(Layout("hsdp", (2, 2)), Layout("last", (3,)), Recipe(dtype=torch.bfloat16), 0)

@@ -74,7 +74,7 @@ class Rig:
     def __init__(self, directory: Path, objects: Objects, copier: Any = None) -> None:
         self.objects = objects
         self.copier = LateCopier() if copier is None else copier
-        self.tree = StateTree(objects, {"cpu": self.copier})
+        self.tree = StateTree(objects, copiers={"cpu": self.copier})
         self.notes: list[tuple[str, str]] = []
         self.sealed: list[Captured] = []
         self.wanted: dict[int, dict[str, Tensor]] = {}
@@ -504,7 +504,9 @@ class Cuda:
     def cudart(self) -> Any:
         return self
 
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+    def cudaHostRegister(  # noqa: N802 - CUDA's name
+        self, address: int, size_bytes: int, flags: int
+    ) -> int:
         self.calls.append(f"{size_bytes} bytes pinned")
         return self.pin_code
 

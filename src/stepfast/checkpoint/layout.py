@@ -10,8 +10,9 @@ Invariants:
 - A slot is, byte for byte, a valid `.safetensors` file: 8 bytes of little-endian header length, a
   JSON header, data without holes. `__metadata__` carries the sharding metadata of PyTorch's DCP.
 - The seal has a fixed place and width; sealing changes no other byte. A torn one reads as unsealed.
-- Two layouts with one digest agree in every name, dtype, shape, global shape and offset. How much
-  room the plain values have is no part of it: processes with the same tensors share their slots.
+- Two layouts with one digest agree in every name, dtype, shape, global shape, offset and original
+  shape. How much room the plain values have is no part of it: processes with the same tensors share
+  their slots.
 """
 
 from __future__ import annotations
@@ -53,7 +54,13 @@ _PLAIN_CHECK_BYTES = 16
 _PLAIN_FRAME_BYTES = 8 + _PLAIN_CHECK_BYTES
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class _Flattened(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a tensor that is known in flattened form only, as FSDP1 has them: its own shape."""
+
+    original_shape: tuple[int, ...] | None = None  # `global_shape` is then one number, its product
+
+
+class TensorSpec(_Flattened, frozen=True):
     """One local tensor: the part at `offsets`, of size `shape`, of a tensor of `global_shape`."""
 
     name: str
@@ -75,7 +82,10 @@ class Entry(TensorSpec, frozen=True):
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec(self.name, self.dtype, self.shape, self.global_shape, self.offsets)
+        return TensorSpec(
+            self.name, self.dtype, self.shape, self.global_shape, self.offsets,
+            original_shape=self.original_shape,
+        )  # fmt: skip
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -94,6 +104,7 @@ class _Sharding(msgspec.Struct, frozen=True):
 
 
 _TENSOR_DECODER = msgspec.json.Decoder(_Tensor)
+_SHAPES_DECODER = msgspec.json.Decoder(dict[str, tuple[int, ...]])
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
@@ -137,6 +148,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             "DCP_SHARDING_INFO": _dump(sharding).decode(),
             "stepfast_layout": self.digest,
         }
+        original = {e.name: e.original_shape for e in everything if e.original_shape is not None}
+        if original:
+            metadata["stepfast_shapes"] = _dump(original).decode()
         tensors = {
             e.name: {"dtype": e.dtype, "shape": e.shape, "data_offsets": (e.start, e.end)}
             for e in everything
@@ -215,7 +229,11 @@ def _parse_unsealed(text: bytes) -> Layout:
         document = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
         sharding = msgspec.json.decode(metadata["DCP_SHARDING_INFO"], type=dict[str, _Sharding])
-        entries = [_parse_entry(name, raw, sharding[name]) for name, raw in document.items()]
+        shapes = _SHAPES_DECODER.decode(metadata.get("stepfast_shapes", "{}"))
+        entries = [
+            _parse_entry(name, raw, sharding[name], shapes.pop(name, None))
+            for name, raw in document.items()
+        ]
         stated = metadata["stepfast_layout"]
     except (KeyError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"the header is damaged: {error!r}") from error
@@ -223,12 +241,15 @@ def _parse_unsealed(text: bytes) -> Layout:
     if not entries or not _is_plain(entries[-1].name):
         raise ValueError("the header has no plain values")
     layout = Layout(tuple(entries[:-1]), entries[-1], _digest(entries[:-1]))
-    if layout.digest != stated:
+    if layout.digest != stated or shapes:
         raise ValueError("the header's digest does not match its entries")
     position = 0
     for entry in entries:
         if entry.start != position or entry.end - entry.start != entry.size_bytes:
             raise ValueError(f"the bytes of {entry.name!r} are not where they must be")
+        original = entry.original_shape
+        if original is not None and (math.prod(original),) != entry.global_shape:
+            raise ValueError(f"the original shape of {entry.name!r} is not that of its elements")
         position = entry.end
     return layout
 
@@ -274,15 +295,21 @@ def _is_plain(name: str) -> bool:
 
 
 def _place(spec: TensorSpec, start: int, end: int) -> Entry:
-    return Entry(spec.name, spec.dtype, spec.shape, spec.global_shape, spec.offsets, start, end)
+    return Entry(
+        spec.name, spec.dtype, spec.shape, spec.global_shape, spec.offsets, start, end,
+        original_shape=spec.original_shape,
+    )  # fmt: skip
 
 
-def _parse_entry(name: str, raw: msgspec.Raw, sharding: _Sharding) -> Entry:
+def _parse_entry(
+    name: str, raw: msgspec.Raw, sharding: _Sharding, original_shape: tuple[int, ...] | None
+) -> Entry:
     tensor = _TENSOR_DECODER.decode(raw)
     start, end = tensor.data_offsets
     return Entry(
-        name, tensor.dtype, tensor.shape, sharding.global_shape, sharding.saved_offsets, start, end
-    )
+        name, tensor.dtype, tensor.shape, sharding.global_shape, sharding.saved_offsets, start, end,
+        original_shape=original_shape,
+    )  # fmt: skip
 
 
 def _plain_capacity_bytes(plain_bytes: int) -> int:
@@ -292,8 +319,16 @@ def _plain_capacity_bytes(plain_bytes: int) -> int:
 
 
 def _digest(entries: Iterable[Entry]) -> str:
-    rows = sorted((e.name, e.dtype, e.shape, e.global_shape, e.offsets) for e in entries)
+    rows = sorted(
+        # What has no original shape of its own adds nothing, and so keeps its digest.
+        (e.name, e.dtype, e.shape, e.global_shape, e.offsets, *_if_given(e.original_shape))
+        for e in entries
+    )
     return hashlib.blake2b(msgspec.msgpack.encode(rows), digest_size=16).hexdigest()
+
+
+def _if_given(shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], ...]:
+    return () if shape is None else (shape,)
 
 
 def _seal_check(body: bytes, digest: str) -> bytes:

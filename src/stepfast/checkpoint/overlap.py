@@ -44,18 +44,15 @@ class _Region(NamedTuple):
     strides: Shape
 
 
-def is_same_tensor(one: Shape, other: Shape) -> bool:
-    """Whether these global shapes can be of one tensor: equal, or one is the other flattened."""
-    return one == other or (1 in (len(one), len(other)) and math.prod(one) == math.prod(other))
+def true_shape(part: TensorSpec) -> Shape:
+    """The shape of the tensor that this is a part of, flattened or not."""
+    return part.global_shape if part.original_shape is None else part.original_shape
 
 
 def overlaps(source: TensorSpec, target: TensorSpec) -> list[Overlap]:
     """What `target` gets from `source`: two parts of one tensor, of whatever layouts."""
-    assert is_same_tensor(source.global_shape, target.global_shape), (
-        f"{source.global_shape} and {target.global_shape} are no layouts of one tensor"
-    )
-    is_flat = len(source.global_shape) == 1
-    whole = target.global_shape if is_flat else source.global_shape
+    whole = true_shape(source)
+    assert whole == true_shape(target), f"{whole} and {true_shape(target)} are different tensors"
     if 0 in source.shape or 0 in target.shape:
         return []
     found = []
@@ -108,7 +105,7 @@ def strides_of(shape: Shape) -> Shape:
 
 def _regions(part: TensorSpec, whole: Shape) -> Iterator[_Region]:
     """The boxes of a tensor of shape `whole` that `part` has in its memory."""
-    if part.global_shape == whole:
+    if part.original_shape is None:
         yield _Region(part.offsets, part.shape, 0, strides_of(part.shape))
         return
     first, size = part.offsets[0], part.shape[0]

@@ -95,8 +95,9 @@ class OtherWorld:
         for (name, own), other in zip(own_bytes.items(), other_bytes.values(), strict=False):
             if own != other:
                 made[name] = _reseeded(own, self._seed(own))
-        if states["process"] != others["process"]:
-            states["process"] = _process_rng(self._seed(repr(states["process"]).encode()))
+        process = plain.encode(states["process"])
+        if process != plain.encode(others["process"]):
+            states["process"] = _process_rng(self._seed(process))
         return states, made
 
     def _tensors(self, states: dict[str, Any]) -> dict[str, bytes]:

@@ -22,10 +22,13 @@ from torch.optim import Optimizer
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.layout import TensorSpec, private_rank
 from stepfast.checkpoint.loading import StoredCheckpoint
+from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.plain import Ref
 from stepfast.checkpoint.tensors.local import Inspector, Known
 from stepfast.checkpoint.tensors.naming import (
     OWN_NAME,
+    Scan,
+    is_container,
     is_per_rank,
     is_transparent,
     named_parameters,
@@ -33,8 +36,6 @@ from stepfast.checkpoint.tensors.naming import (
 from stepfast.checkpoint.tensors.other_world import OtherWorld
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.checkpoint.tensors.wanted import Misfits, Wants
-
-_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 class Planner:
@@ -75,6 +76,8 @@ class Planner:
                 self._take_live(name)
             elif is_transparent(value):
                 self._plan_optimizer(name, value)
+            elif is_container(value):
+                self.tree[name] = plain.replace_refs(self.tree[name], self._like_live)
             elif is_per_rank(value):
                 self._plan_per_rank(name, value)
             elif name in self.tree:
@@ -121,33 +124,29 @@ class Planner:
         self._add_unexpected(
             n for n in self._saved_names if n.startswith(prefix) and n not in known
         )
+        wrappers = {raw for raw, _, _ in scan.wrappers}
         self._modules[name] = {
             "buffers": list(buffers.values()),
-            "eval": _same_paths(saved["eval"], [path for path, _ in scan.parts]),
-            "extra": self._extra(name, saved["extra"]),
+            "eval": [path for path in saved["eval"] if path in scan.owners],
+            "odd_wrappers": [raw for raw in saved["odd_wrappers"] if raw in wrappers],
+            "extra": self._extra(scan, saved["extra"]),
         }
 
-    def _extra(self, name: str, saved: dict[str, Any]) -> dict[str, Any]:
-        by_path = {_bare(path): value for path, value in saved.items()}
+    def _extra(self, scan: Scan, saved: dict[str, Any]) -> dict[str, Any]:
         found = {}
-        for path, part in self._walk.scans[name].parts:
+        parts = (*scan.owners.items(), *((raw, part) for raw, part, _ in scan.wrappers))
+        for path, part in parts:
             if type(part).get_extra_state is not nn.Module.get_extra_state:
-                if _bare(path) in by_path:
-                    found[path] = plain.replace_refs(by_path[_bare(path)], self._whole)
+                if path in saved:
+                    found[path] = plain.replace_refs(saved[path], self._whole)
                 else:
                     self.misfits.missing.append(f"the extra state of {path}")
         return found
 
     def _plan_optimizer(self, name: str, optimizer: Optimizer) -> None:
         saved = self.tree[name]
-        groups = plain.replace_refs(saved["param_groups"], self._like_live)
-        if len(groups) != len(optimizer.param_groups):
-            self.misfits.other.append(
-                f"{name} has {len(optimizer.param_groups)} parameter groups here and"
-                f" {len(groups)} there"
-            )
-            groups = [{} for _ in optimizer.param_groups]
-        parameters = {n: p for p, n in named_parameters(name, optimizer, self._walk.names)}
+        groups = self._groups(name, optimizer, saved["param_groups"])
+        parameters = parameters_of(name, optimizer, self._walk)
         states = dict(saved["state"])
         for rank, names in self._elsewhere(name, parameters.keys() - states.keys()).items():
             others = self._world.values(rank)[name]["state"]
@@ -155,12 +154,24 @@ class Planner:
         kept, of_all_ranks = {}, self._saved_states(name)
         for parameter_name, state in states.items():
             if parameter_name in parameters:
-                full = self._walk.names[id(parameters[parameter_name])][1]
-                if self.wants.is_found(full):
-                    kept[parameter_name] = self._state(state, full)
+                if self.wants.is_found(parameters[parameter_name]):
+                    kept[parameter_name] = self._state(state, parameters[parameter_name])
             elif f"{name}.state.{parameter_name}" in of_all_ranks:
                 self.misfits.unexpected.append(f"{name}.state.{parameter_name}")
         self.tree[name] = {"state": kept, "param_groups": groups}
+
+    def _groups(self, name: str, optimizer: Optimizer, saved: list[Any]) -> list[Any]:
+        here = optimizer.param_groups
+        if len(saved) == len(here):
+            groups: list[Any] = plain.replace_refs(saved, self._like_live)
+            return groups
+        self.misfits.other.append(
+            f"{name} has {len(here)} parameter groups here and {len(saved)} there"
+        )
+        for path, known in self._live.items():
+            if path.startswith(f"{name}.param_groups."):
+                self.wants.keep(known.spec, known.local)
+        return [{} for _ in here]
 
     def _elsewhere(self, name: str, parameters: set[str]) -> dict[int, list[str]]:
         """Which rank has the state of parameters that the chosen rank has none of, as a rank of
@@ -196,8 +207,11 @@ class Planner:
             dtype, spec = self.wants.index[ref.name][0].entry.dtype, known.spec
             if shape == self.wants.saved_shape(parameter):
                 self.wants.take(
-                    TensorSpec(ref.name, dtype, spec.shape, spec.global_shape, spec.offsets)
-                )
+                    TensorSpec(
+                        ref.name, dtype, spec.shape, spec.global_shape, spec.offsets,
+                        original_shape=spec.original_shape,
+                    )
+                )  # fmt: skip
                 return Ref(ref.name, known.ref.device, known.ref.shards)
             whole = self.wants.take_whole(ref, "cpu" if ref.device == "cpu" else known.ref.device)
             is_one = ref.shards is not None or (not was_sharded and shape not in ((), (1,)))
@@ -234,7 +248,7 @@ class Planner:
     def _like_live(self, ref: Ref) -> Ref:
         """A tensor as this process has it; as a plain one where it has none that fits."""
         known = self._live.get(ref.name)
-        if known is not None and known.spec.global_shape == self.wants.saved_shape(ref.name):
+        if known is not None and true_shape(known.spec) == self.wants.saved_shape(ref.name):
             self.wants.take(known.spec)
             return known.ref
         if ref.shards is not None:
@@ -252,6 +266,15 @@ class Planner:
             self.misfits.unexpected.append(f"{name} {list(shape or ())}")
 
 
+def parameters_of(name: str, optimizer: Optimizer, walk: Walk) -> dict[str, str]:
+    """The parameters' own names, by the names that the optimizer's state has them under."""
+    found: dict[str, str] = {}
+    for parameter, names in named_parameters(name, optimizer, walk.names):
+        known = walk.names[id(parameter)]
+        found |= {own: each.full for (own, _), each in zip(names, known, strict=True)}
+    return found
+
+
 def _names_of_all_ranks(checkpoint: StoredCheckpoint) -> list[str]:
     """What every rank saved. The stages of a pipeline hold different modules, and a rank of FSDP1
     nothing of some: what only some have is no surprise where this rank does not want it.
@@ -262,13 +285,3 @@ def _names_of_all_ranks(checkpoint: StoredCheckpoint) -> list[str]:
         for name, chunks in checkpoint.index.items()
         if len(chunks) == size and private_rank(name) is None
     )
-
-
-def _bare(path: str) -> str:
-    """A module's path without the wrappers, which differ between layouts."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
-
-
-def _same_paths(saved: list[str], here: list[str]) -> list[str]:
-    wanted = {_bare(path) for path in saved}
-    return [path for path in here if _bare(path) in wanted]

@@ -25,7 +25,7 @@ from stepfast.checkpoint.plain import Ref, replace_refs
 from stepfast.checkpoint.tensors.local import Known, over
 from stepfast.checkpoint.tensors.naming import OWN_NAME, is_transparent
 from stepfast.checkpoint.tensors.other_world import OnWarning, OtherWorld
-from stepfast.checkpoint.tensors.plan import Planner
+from stepfast.checkpoint.tensors.plan import Planner, parameters_of
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.tensors.walk import Walk
 from stepfast.checkpoint.tensors.wanted import Wanted
@@ -135,18 +135,21 @@ def _is_own_layout(
     if any(live[ref.name].ref.shards != ref.shards for ref in refs):
         return False
     return all(
-        _is_state_in_place(values[n]["state"], live, walk, layout) if is_transparent(v) else True
+        _is_state_in_place(values[n]["state"], parameters_of(n, v, walk), live, layout)
         for n, v in walk.objects.items()
+        if is_transparent(v)
     )
 
 
 def _is_state_in_place(
-    states: Mapping[str, object], live: Mapping[str, Known], walk: Walk, layout: Layout
+    states: Mapping[str, object],
+    parameters: Mapping[str, str],
+    live: Mapping[str, Known],
+    layout: Layout,
 ) -> bool:
     """Whether an optimizer's saved state is on meshes as its parameters are on now."""
-    by_name = {short: full for short, full in walk.names.values()}
     for name, state in states.items():
-        known = live.get(by_name.get(name, name))
+        known = live.get(parameters.get(name, ""))
         refs: list[Ref] = []
         replace_refs(state, refs.append)
         for ref in refs:
@@ -220,7 +223,7 @@ def _end(group: list[_Piece]) -> int:
 
 
 def _elements(memory: memoryview, dtype: str) -> Tensor:
-    """The bytes as a flat tensor of numbers of that size; which numbers they are does not matter."""
+    """The bytes as a flat tensor of numbers of that size; what they mean does not matter."""
     kind = _SAME_SIZE[DTYPE_BYTES[dtype]]
     return torch.frombuffer(memory, dtype=kind) if len(memory) else torch.empty(0, dtype=kind)
 

@@ -29,6 +29,7 @@ from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
     Objects,
     check_trackable,
+    is_container,
     is_transparent,
     private_prefixes,
 )
@@ -53,7 +54,8 @@ class StateTree:
     def __init__(
         self, objects: Objects, *, rank: int = 0, copiers: Mapping[str, Copier] | None = None
     ) -> None:
-        """Raises ScriptError for a name or an object that cannot be tracked.
+        """Raises ScriptError for what cannot be tracked, by name, and for state that cannot be
+        kept, by its path: now, rather than at the first snapshot.
 
         `copiers`: by type of device, what copies beside the training; default: all there are.
         """
@@ -68,6 +70,7 @@ class StateTree:
         self._specs: list[TensorSpec] = []
         self._layout: Layout | None = None
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
+        self.collect()
 
     @torch.no_grad()
     def collect(self) -> Collected:
@@ -178,7 +181,7 @@ class StateTree:
         owners = {
             name
             for name, value in self._objects.items()
-            if isinstance(value, nn.Module | Tensor) or is_transparent(value)
+            if isinstance(value, nn.Module | Tensor) or is_transparent(value) or is_container(value)
         } - left_alone
         here = {n: known.spec for n, known in found.items() if n.partition(".")[0] in owners}
         specs = source.layout.specs

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stepfast.checkpoint.layout import TensorSpec
 from stepfast.checkpoint.loading import Chunk
-from stepfast.checkpoint.overlap import Overlap, is_same_tensor, overlaps
+from stepfast.checkpoint.overlap import Overlap, overlaps, true_shape
 from stepfast.checkpoint.plain import Ref
 
 SHOWN_MAX = 100  # misfits of one kind that the message names
@@ -73,7 +73,7 @@ class Wants:
     def saved_shape(self, name: str) -> tuple[int, ...] | None:
         """The whole saved tensor's shape; None where there is none."""
         chunks = self.index.get(name)
-        return None if chunks is None else chunks[0].entry.global_shape
+        return None if chunks is None else true_shape(chunks[0].entry)
 
     def is_found(self, name: str) -> bool:
         """Whether the tensor comes from the checkpoint."""
@@ -108,6 +108,10 @@ class Wants:
             self.take(TensorSpec(ref.name, dtype, shape, shape, (0,) * len(shape)))
         return Ref(ref.name, device, None)
 
+    def keep(self, spec: TensorSpec, value: Tensor) -> None:
+        """A local tensor of this process keeps its value."""
+        self.found[spec.name] = Wanted(spec, kept=value)
+
     def make(self, name: str, value: bytes) -> None:
         """Bytes stand in for what was saved under `name` by one rank alone."""
         self.found[name] = Wanted(self.index[name][0].entry.spec, made=value)
@@ -123,7 +127,7 @@ class Wants:
 
 
 def _fits(saved: TensorSpec, here: TensorSpec) -> bool:
-    return saved.dtype == here.dtype and is_same_tensor(saved.global_shape, here.global_shape)
+    return saved.dtype == here.dtype and true_shape(saved) == true_shape(here)
 
 
 def _covers(parts: tuple[tuple[Chunk, Overlap], ...], spec: TensorSpec) -> bool:
@@ -139,7 +143,7 @@ def _covers(parts: tuple[tuple[Chunk, Overlap], ...], spec: TensorSpec) -> bool:
 
 
 def _kind(spec: TensorSpec) -> str:
-    return f"{spec.dtype} {list(spec.global_shape)}"
+    return f"{spec.dtype} {list(true_shape(spec))}"
 
 
 def _listed(found: list[str]) -> str:
