@@ -177,7 +177,7 @@ class Dropped(_Event, frozen=True, kw_only=True):
 class JobEnded(_Event, frozen=True, kw_only=True):
     """The one end of a job."""
 
-    status: str  # "finished", "failed" or "stopped"
+    status: str  # "finished", "failed", "stopped" or "checked"
     exit_code: int
     reason: str
     steps: int

@@ -32,6 +32,8 @@ SLOTS_WITH_OVERLAP = 3
 """While one is being filled beside the training, the newest sealed one and the newest that all
 ranks hold stay: with two, ranks that are a step apart would have none in common.
 """
+SLOTS_TO_WRITE = 1
+"""One more where there is a checkpoint store: what is being written to it is kept meanwhile."""
 _SEAL = slice(layouts.SEAL_START, layouts.SEAL_END)
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 

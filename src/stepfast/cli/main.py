@@ -56,11 +56,12 @@ def _dispatch(options: argparse.Namespace) -> int:
     config = _config(options)
     match options.command:
         case "run":
-            from stepfast.cli.run import run_cluster
+            from stepfast.cli.run import check_cluster, run_cluster
 
             _check_summary(config)
             os.environ.update(_token_for_children(config))
-            return run_cluster(config, _checked_script(options.script), tuple(options.script_args))
+            run = check_cluster if options.check else run_cluster
+            return run(config, _checked_script(options.script), tuple(options.script_args))
         case "coordinator":
             return _coordinator(config, options)
         case "agent":
@@ -156,6 +157,7 @@ def _coordinator(config: JobConfig, options: argparse.Namespace) -> int:
         script_name=options.script_name,
         is_marked=options.marked,
         is_restarted=options.restarted,
+        check_of=options.check_of,
     )
 
 

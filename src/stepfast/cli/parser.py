@@ -46,6 +46,7 @@ _RUN_EXAMPLES = """examples:
   stepfast run --nproc-per-node 4 train.py --steps 1000
   stepfast run --nodes 2 --nproc-per-node 2 --job-dir jobs/a train.py
   stepfast run --nproc-per-node 2 --fault kill@rank=0,step=10 train.py
+  stepfast run --nproc-per-node 4 --check train.py --steps 1000
 """
 _COORDINATOR_EXAMPLES = """examples:
   stepfast coordinator --nodes 2 --nproc-per-node 8 --listen 127.0.0.1:7070
@@ -105,6 +106,8 @@ def _command(
 
 def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = _command(commands, "run", "Run a whole cluster on this machine.", _RUN_EXAMPLES)
+    text = "make one step, say what a run would use and where it would resume, and leave nothing"
+    run.add_argument("--check", action="store_true", help=text)
     _add_settings(run, _RUN)
     _add_strict(run)
     _add_script(run)
@@ -119,6 +122,7 @@ def _add_coordinator(commands: argparse._SubParsersAction[_Parser]) -> None:
     coordinator.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
     coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     coordinator.add_argument("--script-name", default="", help=argparse.SUPPRESS)
+    coordinator.add_argument("--check-of", help=argparse.SUPPRESS)
     coordinator.add_argument("--marked", action="store_true", help=argparse.SUPPRESS)
 
 

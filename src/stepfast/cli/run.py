@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 from stepfast.agent.daemon import KEPT_MARK
@@ -95,8 +96,16 @@ class _Console:
 class _Cluster:
     """The children and their output, in one loop."""
 
-    def __init__(self, config: JobConfig, script: str, script_args: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        script: str,
+        script_args: tuple[str, ...],
+        check_of: str | None = None,
+    ) -> None:
+        """`check_of`: only a check, of the job in this directory (empty: in a new one)."""
         self._config = config
+        self._check_of = check_of
         self._script = script
         self._script_args = script_args
         self._console = _Console(sys.stdout)
@@ -142,6 +151,8 @@ class _Cluster:
     def _start_coordinator(self, *more: str) -> _Child:
         listen_fd = self._listener.fileno()
         arguments = ["coordinator", "--listen-fd", str(listen_fd), "--marked", *more]
+        if self._check_of is not None:
+            arguments += ["--check-of", self._check_of]
         arguments += ["--script-name", self._script, *_flags_of(self._config)]
         return self._start("coordinator", arguments, pass_fds=(listen_fd,))
 
@@ -151,7 +162,12 @@ class _Cluster:
         """
         old = self._coordinator
         killed = old.process.returncode < 0
-        if not killed or self._stops or old.restarts_in_a_row >= _RESTARTS_MAX:
+        if (
+            not killed
+            or self._stops
+            or self._check_of is not None
+            or old.restarts_in_a_row >= _RESTARTS_MAX
+        ):
             return False
         self._console.line("[stepfast] the coordinator was killed; starting it again")
         self._coordinator = self._start_coordinator("--restarted")
@@ -291,12 +307,34 @@ def run_cluster(config: JobConfig, script: str, script_args: tuple[str, ...]) ->
     """Run the job to its end; its exit code."""
     from dataclasses import replace
 
-    _check_memory_dir(Path(config.memory_dir))
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
+    return _run(replace(config, job_dir=str(job_dir)), script, script_args)
+
+
+def check_cluster(config: JobConfig, script: str, script_args: tuple[str, ...]) -> int:
+    """Run the script up to its first step, and say what a whole run would use; the exit code.
+
+    It is a job of its own, in a directory that is removed again; the one that the settings name,
+    its memory and its checkpoints are only looked at.
+    """
+    from dataclasses import replace
+
+    if config.fault:
+        raise ConfigError("--check injects no fault; leave --fault out")
+    check_of = str(Path(config.job_dir).resolve()) if config.job_dir else ""
+    with TemporaryDirectory(prefix="stepfast-check-") as job_dir:
+        own = replace(config, job_dir=str(Path(job_dir).resolve()), summary="")
+        return _run(own, script, script_args, check_of)
+
+
+def _run(
+    config: JobConfig, script: str, script_args: tuple[str, ...], check_of: str | None = None
+) -> int:
+    _check_memory_dir(Path(config.memory_dir))
     become_subreaper()
-    cluster = _Cluster(replace(config, job_dir=str(job_dir)), script, script_args)
+    cluster = _Cluster(config, script, script_args, check_of)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda given, frame: cluster.stop(given))
     code = cluster.run()
-    _remove_slots(config, job_dir)
+    _remove_slots(config, Path(config.job_dir))
     return code

@@ -13,12 +13,21 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import stepfast
 from stepfast.agent.daemon import Agent, Script
+from stepfast.cli.check import Outlook, check_settings, look_ahead, obstacles, table
 from stepfast.config import JobConfig, split_address
-from stepfast.coordinator.journal import EVENTS_FILE, Journal, read_events
+from stepfast.coordinator.journal import (
+    EVENTS_FILE,
+    History,
+    Journal,
+    is_held,
+    read_events,
+    read_history,
+)
 from stepfast.coordinator.server import JobServer
 from stepfast.core.durable import CheckpointSettings
 from stepfast.core.job_state import JobEnd, JobState, Phase
@@ -26,7 +35,7 @@ from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
 from stepfast.core.policy import Budget
 from stepfast.core.terms import NodeId
 from stepfast.core.timeouts import timeouts_of
-from stepfast.errors import ConfigError
+from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError
 from stepfast.events import JobEnded, JobOpened
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.observe.summary import summarize, write_summary
@@ -77,16 +86,22 @@ def serve_coordinator(
     script_name: str,
     is_marked: bool,
     is_restarted: bool,
+    check_of: str | None,
 ) -> int:
-    """Serve one job to its end; its exit code. `is_restarted`: a killed one came back for it."""
+    """Serve one job to its end; its exit code. `is_restarted`: a killed one came back for it;
+    `check_of`: only a check, of the job in that directory (empty: in a new one).
+    """
+    outlook = None if check_of is None else _look_ahead(config, check_of)
     clock = SystemClock()
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
     listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
     journal = Journal(job_dir, clock)
-    if journal.history.finished and not is_restarted:
-        raise ConfigError(f"the job in {job_dir} has finished; choose another --job-dir")
+    if not is_restarted:
+        _refuse_finished(journal.history, job_dir)
     voice = _Voice(is_marked=is_marked)
     state = _first_state(config, journal, job_dir, clock.monotonic(), is_restarted=is_restarted)
+    if outlook is not None:
+        state = replace(state, settings=check_settings(state.settings))
     if listen_fd is None:
         host, port = listener.getsockname()[:2]
         voice.say(f"listening on {host}:{port}")
@@ -98,8 +113,12 @@ def serve_coordinator(
         stepfast_version=stepfast.__version__,
         resumes=is_restarted,
     )
-    end = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
-    code = _conclude(end, journal, voice, config)
+    state = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
+    code = _conclude(state.end, journal, voice, config)
+    if outlook is not None and code == EXIT_FINISHED:
+        code = _conclude_check(outlook, state, voice)
+    elif outlook is None:
+        voice.say(f"records in {journal.directory}")
     voice.flush()
     return code
 
@@ -111,7 +130,7 @@ async def _serve_job(
     token: str | None,
     listener: socket.socket,
     opened: JobOpened,
-) -> JobEnd | None:
+) -> JobState:
     server = JobServer(
         state,
         journal=journal,
@@ -125,7 +144,7 @@ async def _serve_job(
         name = signal.Signals(number).name
         loop.add_signal_handler(number, server.stop, name, _EXIT_AFTER_SIGNAL + number)
     await server.run(listener, opened)
-    return server.state.end
+    return server.state
 
 
 def _conclude(end: JobEnd | None, journal: Journal, voice: _Voice, config: JobConfig) -> int:
@@ -139,7 +158,6 @@ def _conclude(end: JobEnd | None, journal: Journal, voice: _Voice, config: JobCo
         return 1
     for fault_text in _never_fired(config, journal.directory):
         voice.say(f"--fault {fault_text} never fired: its step or place was not reached")
-    voice.say(f"records in {journal.directory}")
     if end.status == "failed":
         fault = end.fault
         if fault is not None and fault.error is not None:
@@ -155,6 +173,34 @@ def _never_fired(config: JobConfig, job_dir: Path) -> list[str]:
     """Injected faults that proved nothing; each one that fires leaves a mark."""
     marks = job_dir / "faults"
     return [text for at, text in enumerate(config.fault) if not (marks / str(at)).exists()]
+
+
+def _conclude_check(outlook: Outlook, state: JobState, voice: _Voice) -> int:
+    """The table, as the last words; what stands in the way of a run is a failure."""
+    voice.say_last("\n".join(table(outlook, state)))
+    found = obstacles(outlook, state)
+    for obstacle in found:
+        voice.say_last(f"stepfast: a run would fail: {obstacle}")
+    return EXIT_TRY_AGAIN if found else EXIT_FINISHED
+
+
+def _look_ahead(config: JobConfig, check_of: str) -> Outlook:
+    """What a run would find. Raises ConfigError where it would be refused."""
+    job_dir = Path(check_of) if check_of else None
+    history = History()
+    if job_dir is not None:
+        if is_held(job_dir):
+            text = f"the job directory {job_dir} belongs to a running job"
+            raise ConfigError(f"{text}; choose another --job-dir")
+        history = read_history(job_dir / EVENTS_FILE)
+        _refuse_finished(history, job_dir)
+    place = job_dir if job_dir is not None else Path(new_job_dir()).resolve()
+    return look_ahead(config, _checkpoint_settings(config, place), history, job_dir)
+
+
+def _refuse_finished(history: History, job_dir: Path) -> None:
+    if history.finished:
+        raise ConfigError(f"the job in {job_dir} has finished; choose another --job-dir")
 
 
 def _first_state(

@@ -105,6 +105,30 @@ class Journal:
         return job_id
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a coordinator holds this job directory. Only looks: nothing in it is made or changed.
+
+    The look takes the lock, shared, for an instant.
+    """
+    try:
+        with (directory / _LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # no lock, or none that could be looked at: a run will say so
+    return False
+
+
+def read_job_id(directory: Path) -> JobId | None:
+    """What the job in this directory is called; None where none has begun."""
+    try:
+        text = (directory / _ID_FILE).read_text().strip()
+    except OSError:
+        return None
+    return JobId(text) if text else None
+
+
 def _open_log(path: Path) -> IO[bytes]:
     """The log, ready for a whole line: one that a crash tore gets its end, and stays unreadable."""
     is_torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from stepfast.core.recovery import Lineage
-from stepfast.core.terms import Generation, NodeId, SnapshotId, Step
+from stepfast.core.recovery import Lineage, RestorePlan, choose_step
+from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
 
 CHECKPOINT_LIMIT_S = 3600.0  # writing or committing one may take so long; then it has failed
 # A job that ends may take so long to make its newest state durable: below the two minutes that a
@@ -152,6 +152,29 @@ class Durable:
     def newest_generation(self) -> Generation:
         """No generation of the job may have a number that a checkpoint in the store has."""
         return max((c.generation for c in self.committed), default=Generation(0))
+
+
+def choose_source(
+    held: Mapping[Rank, Iterable[SnapshotId]], lineage: Lineage, durable: Durable
+) -> RestorePlan | SnapshotId | None:
+    """Where to go on: slots that hold a common step, or a checkpoint where that is newer; None:
+    there is neither.
+    """
+    plan = choose_step(held, lineage)
+    stored = durable.newest(lineage)
+    if stored is not None and (plan is None or stored.step > plan.step):
+        return stored
+    return plan
+
+
+def would_start_over(
+    held: Mapping[Rank, Iterable[SnapshotId]], lineage: Lineage, durable: Durable, steps_max: Step
+) -> bool:
+    """Whether a job that finds nothing to go on from has steps that it would make again."""
+    if durable.committed:
+        return True
+    steps = (s.step for snapshots in held.values() for s in snapshots if lineage.admits(s))
+    return steps_max > 0 or max(steps, default=Step(0)) > 0
 
 
 def _newest(checkpoints: Iterable[SnapshotId]) -> frozenset[SnapshotId]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepfast.core import job_durable, job_faults, job_hangs, job_opening
+from stepfast.core import job_check, job_durable, job_faults, job_hangs, job_opening
 from stepfast.core.incident import recovered_event
 from stepfast.core.job_state import (
     Drain,
@@ -41,6 +41,7 @@ from stepfast.core.messages import (
     Hello,
     NodeReport,
     Noted,
+    RankChecked,
     RankResumed,
     RankReturned,
     RankState,
@@ -106,6 +107,8 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
             job_hangs.evidence_given(turn, node, message)
         case RankResumed() | FirstStepDone() | RankReturned():
             _rank_progress(turn, node, message)
+        case RankChecked():
+            job_check.rank_checked(turn, node, message)
         case Heartbeat():
             _heartbeat(turn, message)
         case ShardWritten() | CheckpointFailed() | CheckpointMissed() | CommitDone():
@@ -276,6 +279,7 @@ def _advance(turn: Turn) -> None:
             _advance_ending(turn)
         case Phase.ENDED:
             return
+    job_check.advance(turn)
     _advance_returned(turn)
     _advance_incident(turn)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
+from stepfast.core.durable import choose_source, would_start_over
 from stepfast.core.job_state import (
     JobState,
     Phase,
@@ -21,8 +22,8 @@ from stepfast.core.messages import (
     RankReport,
     StartGeneration,
 )
-from stepfast.core.recovery import RestorePlan, choose_step
-from stepfast.core.terms import NOTHING_HELD, Generation, Rank, SnapshotId, Step
+from stepfast.core.recovery import RestorePlan
+from stepfast.core.terms import NOTHING_HELD, Generation, Rank, SnapshotId
 from stepfast.errors import EXIT_USER_ERROR
 from stepfast.events import (
     GenerationOpened,
@@ -47,18 +48,16 @@ def open_generation(turn: Turn) -> None:
     if store is None:
         return  # a store is being started; its node's report brings us back
     ranks = state.membership.ranks
-    plan = choose_step({rank: r.snapshots for rank, r in ranks.items()}, state.lineage)
-    stored = state.durable.newest(state.lineage)
-    if stored is not None and (plan is None or stored.step > plan.step):
-        plan = None
-    else:
-        stored = None
-    if plan is None and stored is None and _would_start_over(state):
-        held = {r: [s.step for s in report.snapshots] for r, report in sorted(ranks.items())}
+    held = {rank: r.snapshots for rank, r in sorted(ranks.items())}
+    source = choose_source(held, state.lineage, state.durable)
+    plan = source if isinstance(source, RestorePlan) else None
+    stored = None if isinstance(source, RestorePlan) else source
+    if source is None and would_start_over(held, state.lineage, state.durable, state.steps_max):
+        steps = {rank: [s.step for s in snapshots] for rank, snapshots in held.items()}
         turn.end(
             "failed",
             EXIT_USER_ERROR,
-            f"no step is held by every rank (held: {held}){_no_checkpoint(state)}; refusing to"
+            f"no step is held by every rank (held: {steps}){_no_checkpoint(state)}; refusing to"
             " start over: choose another --job-dir to begin anew",
         )
         return
@@ -121,18 +120,6 @@ def _no_checkpoint(state: JobState) -> str:
     if not state.durable.committed:
         return ""
     return f" and none of {len(state.durable.committed)} checkpoints can be used"
-
-
-def _would_start_over(state: JobState) -> bool:
-    if state.durable.committed:
-        return True
-    held = (
-        s.step
-        for r in state.membership.ranks.values()
-        for s in r.snapshots
-        if state.lineage.admits(s)
-    )
-    return state.steps_max > 0 or max(held, default=Step(0)) > 0
 
 
 def _may_keep(turn: Turn, plan: RestorePlan | None) -> bool:

@@ -10,7 +10,13 @@ from stepfast.core.durable import Durable
 from stepfast.core.faults import Evidence, Fault
 from stepfast.core.incident import Incident
 from stepfast.core.membership import Membership
-from stepfast.core.messages import FromAgent, JobSettings, RankReturned, StartGeneration
+from stepfast.core.messages import (
+    FromAgent,
+    JobSettings,
+    RankChecked,
+    RankReturned,
+    StartGeneration,
+)
 from stepfast.core.policy import Budget, Repeat
 from stepfast.core.recovery import Lineage
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
@@ -92,6 +98,7 @@ class JobState:
     running_since: float = 0.0
     durable: Durable = Durable()
     returned: Mapping[Rank, RankReturned] = field(default_factory=dict)
+    checked: Mapping[Rank, RankChecked] = field(default_factory=dict)
     end: JobEnd | None = None
     came_back: bool = False  # a coordinator that was killed, started again for the same run
 

@@ -48,6 +48,7 @@ class JobSettings(_Message, frozen=True, kw_only=True):
     preload: tuple[str, ...]
     faults: tuple[str, ...]
     checkpoints: CheckpointSettings = CheckpointSettings()
+    check: bool = False  # end after the first turn, and leave nothing: no slot, no checkpoint
 
 
 # --- agent -> coordinator ------------------------------------------------------------------------
@@ -165,6 +166,33 @@ class RankDigests(_Message, frozen=True, kw_only=True):
 
     generation: Generation
     digests: tuple[TensorDigest, ...]
+
+
+class TrackedObject(msgspec.Struct, frozen=True, kw_only=True):
+    """One object that a rank tracks, and how much of a slot it takes."""
+
+    name: str
+    type: str
+    tensors: int
+    size_bytes: int
+
+
+class RankChecked(_Message, frozen=True, kw_only=True):
+    """In a check: the rank has made its first turn, and this is what it would keep of each."""
+
+    generation: Generation
+    rank: Rank
+    seconds: float  # the turn, with everything that happens once
+    objects: tuple[TrackedObject, ...]
+    loaders: tuple[str, ...]
+    slot_bytes: int
+    layout: str  # the digest of what a slot would hold
+    once: tuple[str, ...]  # the functions given to `run.once`
+    keep_obstacle: str | None  # as far as can be seen before a restart
+    device: str
+    backend: str
+    torch_version: str
+    torch_obstacle: str | None  # why nothing may be kept under this version
 
 
 class RankReturned(_Message, frozen=True, kw_only=True):
@@ -465,6 +493,7 @@ FromAgent = (
     | EvidenceGiven
     | RankResumed
     | FirstStepDone
+    | RankChecked
     | RankReturned
     | ShardWritten
     | CheckpointFailed
@@ -494,6 +523,7 @@ FromRank = (
     | RankDigests
     | RankResumed
     | FirstStepDone
+    | RankChecked
     | RankReturned
     | RankSealed
     | RankLogged

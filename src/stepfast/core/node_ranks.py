@@ -23,6 +23,7 @@ from stepfast.core.messages import (
     PhaseBegan,
     PhaseEnded,
     ProbeAnswer,
+    RankChecked,
     RankDigests,
     RankEntered,
     RankLogged,
@@ -89,7 +90,7 @@ def from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
                 build_has_collectives=message.build_has_collectives,
                 digests=(),
             )
-        case RankResumed() | FirstStepDone():
+        case RankResumed() | FirstStepDone() | RankChecked():
             _milestone(turn, given.rank, message)
         case RankDigests(digests=digests):
             turn.set_rank(given.rank, digests=(*local.digests, *digests))

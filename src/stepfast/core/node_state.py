@@ -18,6 +18,7 @@ from stepfast.core.messages import (
     LoggedStep,
     NodeReport,
     ProbeAnswer,
+    RankChecked,
     RankReport,
     RankResumed,
     RankReturned,
@@ -28,7 +29,7 @@ from stepfast.core.messages import (
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import SETUP, LearnedLimits, Timeouts
 
-Milestone = RankResumed | FirstStepDone | RankReturned
+Milestone = RankResumed | FirstStepDone | RankChecked | RankReturned
 LOGGED_STEPS_MAX = 2_000  # the newest of them are said again to a coordinator that was away
 
 

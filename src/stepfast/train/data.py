@@ -39,6 +39,11 @@ class TrackedLoader:
         self._rng_before: bytes | None = None
         self.epoch = 0
 
+    @property
+    def loader_type(self) -> str:
+        """The class of what was tracked."""
+        return type(self._loader).__name__
+
     def __iter__(self) -> TrackedLoader:
         """Itself."""
         return self

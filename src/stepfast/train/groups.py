@@ -72,6 +72,11 @@ class Groups:
         self._abandoned: list[Helper] = []
 
     @property
+    def backend(self) -> str:
+        """What the groups are made of, as torch says it."""
+        return self._backend
+
+    @property
     def abandoned_count(self) -> int:
         """Threads that are still stuck in the forming of a generation that is over."""
         return sum(not helper.is_done for helper in self._abandoned)

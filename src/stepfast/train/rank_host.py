@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from stepfast.checkpoint.arena import invalidate, sealed_slots
+from stepfast.checkpoint.arena import SLOTS_TO_WRITE, invalidate, sealed_slots
 from stepfast.checkpoint.capture import Captured
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.restore import open_sealed
@@ -40,6 +40,7 @@ from stepfast.core.timeouts import FIRST_TURN, SETUP, TURN
 from stepfast.errors import StateError
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
+from stepfast.train.checking import what_is_kept
 from stepfast.train.groups import Groups
 from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
@@ -50,6 +51,7 @@ from stepfast.train.snapshots import Snapshots
 from stepfast.train.whereabouts import Whereabout
 
 _READING_SIGN_S = 5.0
+_CHECKED_POLL_S = 0.01
 _CLOSING = "section:behind the loop"
 
 
@@ -179,7 +181,9 @@ class RankHost:
         assert tracked is not None, "state is attached after track"
         directory = Path(order.slot_directory)
         with self._monitor.shield():
-            self.account.built = time.monotonic()
+            self.account.built = self.account.restored = time.monotonic()
+            if order.settings.check:
+                return  # nothing is kept, so there is nothing to attach to
             if order.source is not None:
                 self._restore(directory, order.source)
             elif order.checkpoint is not None:
@@ -187,8 +191,7 @@ class RankHost:
             newest = NOTHING_HELD if order.step is None else order.step
             if directory.exists():
                 invalidate(directory, newer_than_step=newest, before_generation=order.generation)
-            # One slot more for what is being written to the store.
-            spare = 1 if order.settings.checkpoints.url else 0
+            spare = SLOTS_TO_WRITE if order.settings.checkpoints.url else 0
             self.snapshots.attach(directory, tracked.tree, spare_slots=spare)
             self.account.restored = time.monotonic()
 
@@ -264,7 +267,7 @@ class RankHost:
             step = order.step or Step(0)
             if self._rng_resumed is not None:
                 self._rng_resumed.apply()
-            if order.source is None:
+            if order.source is None and not order.settings.check:
                 self._begin_snapshot(step)
             account = self.account
             account.resumed = time.monotonic()
@@ -306,6 +309,8 @@ class RankHost:
         order = self._present
         self._monitor.check()
         self._bound_drift()
+        if order.settings.check:
+            self._end_check()
         with self._monitor.shield():
             interval = order.settings.snapshot_interval_steps
             if is_last or step % interval == 0:
@@ -322,6 +327,17 @@ class RankHost:
                 )
             account.turns += 1
             self.kept.step = step
+
+    def _end_check(self) -> NoReturn:
+        """Say what would be kept of the turn that is whole, and wait for the end of the job."""
+        seconds = time.monotonic() - self.account.resumed
+        with self._monitor.shield():
+            assert self.groups is not None, "inside a generation"
+            backend = self.groups.backend
+            self._monitor.send(what_is_kept(self.kept, self._present, backend, seconds))
+        while True:
+            self._monitor.check()
+            time.sleep(_CHECKED_POLL_S)
 
     def _bound_drift(self) -> None:
         """No rank may be two steps ahead of another, or their slots would hold no common step.
