@@ -80,6 +80,7 @@ def look_ahead(
     held = {rank: [slot.snapshot for slot in found] for rank, found in slots.items()}
     source = choose_source(held, history.lineage, durable)
     layouts: dict[Rank, str] = {}
+    resume = "nowhere: it begins at step 0"
     match source:
         case RestorePlan():
             resume = f"step {source.step}, from the slots in {slots_dir}"
@@ -92,7 +93,6 @@ def look_ahead(
             name = checkpoint_name(source.step, source.generation)
             resume = f"step {source.step}, from the checkpoint {name}"
         case None:
-            resume = "nowhere: it begins at step 0"
             if would_start_over(held, history.lineage, durable, history.steps_max):
                 resume = "nowhere"
                 obstacles.append(
@@ -180,6 +180,10 @@ def table(outlook: Outlook, state: JobState) -> list[str]:
     reports = [report for _, report in sorted(state.checked.items())]
     first = reports[0]
     config, limits = outlook.config, state.timeouts
+    hang = (
+        f"a step {limits.hang_floor_s:g} s at the least; first turns and unseen sections"
+        f" {limits.hang_ceiling_s:g} s; hang = {config.hang}, recovery = {config.recovery}"
+    )
     rows = [
         ("ranks", f"{config.world_size} on {config.nodes} nodes, {config.nproc_per_node} on each"),
         ("device", f"{_same(reports, lambda r: r.device)}, groups by {first.backend}"),
@@ -192,11 +196,7 @@ def table(outlook: Outlook, state: JobState) -> list[str]:
         ("checkpoints", _due(outlook)),
         ("resumes at", outlook.resume),
         ("run.once", _kept(reports)),
-        (
-            "hang limits",
-            f"a step {limits.hang_floor_s:g} s at the least; first turns and unseen sections"
-            f" {limits.hang_ceiling_s:g} s; hang = {config.hang}, recovery = {config.recovery}",
-        ),
+        ("hang limits", hang),
         *[("note", note) for note in (*outlook.notes, *_notes(outlook, reports))],
     ]
     return ["", "checked: a run would use", *aligned(_once_each(rows)), "nothing of this was kept"]

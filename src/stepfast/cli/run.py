@@ -162,12 +162,8 @@ class _Cluster:
         """
         old = self._coordinator
         killed = old.process.returncode < 0
-        if (
-            not killed
-            or self._stops
-            or self._check_of is not None
-            or old.restarts_in_a_row >= _RESTARTS_MAX
-        ):
+        is_wanted = not self._stops and self._check_of is None
+        if not killed or not is_wanted or old.restarts_in_a_row >= _RESTARTS_MAX:
             return False
         self._console.line("[stepfast] the coordinator was killed; starting it again")
         self._coordinator = self._start_coordinator("--restarted")

@@ -43,7 +43,7 @@ def what_is_kept(kept: Kept, order: RankStart, backend: str, seconds: float) -> 
         keep_obstacle=kept.obstacle(),
         device=_device_name(order),
         backend=backend,
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),
         torch_obstacle=torch_private.version_obstacle(),
     )
 
