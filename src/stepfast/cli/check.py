@@ -39,6 +39,8 @@ from stepfast.core.recovery import RestorePlan
 from stepfast.core.terms import Rank, SnapshotId
 from stepfast.errors import OperatingError
 
+_OF_A_NEW_JOB = "checkpoints/ in a new job directory"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
@@ -47,6 +49,7 @@ class Outlook:
     config: JobConfig
     checkpoints: CheckpointSettings
     resume: str
+    job_dir: Path | None
     checkpoints_there: int
     free_bytes: int  # in the memory directory, what the job's own slots take included
     layouts: dict[Rank, str]  # of the slots that a run would read, by digest; empty: it reads none
@@ -103,6 +106,7 @@ def look_ahead(
         config=config,
         checkpoints=checkpoints,
         resume=resume,
+        job_dir=job_dir,
         checkpoints_there=len(durable.committed),
         free_bytes=free_bytes(Path(config.memory_dir)) + _claimed_bytes(slots_dir),
         layouts=layouts,
@@ -185,7 +189,7 @@ def table(outlook: Outlook, state: JobState) -> list[str]:
         f" {limits.hang_ceiling_s:g} s; hang = {config.hang}, recovery = {config.recovery}"
     )
     rows = [
-        ("ranks", f"{config.world_size} on {config.nodes} nodes, {config.nproc_per_node} on each"),
+        ("ranks", f"{config.world_size}, {config.nproc_per_node} on each of {config.nodes} nodes"),
         ("device", f"{_same(reports, lambda r: r.device)}, groups by {first.backend}"),
         ("versions", _versions(first)),
         ("first turn", f"{max(r.seconds for r in reports):.2f} s with what happens only once"),
@@ -262,7 +266,8 @@ def _due(outlook: Outlook) -> str:
     kept = f"the newest {settings.keep_last} are kept"
     if settings.keep_every_steps:
         kept += f", and each at a multiple of {settings.keep_every_steps}"
-    return f"{settings.url}; {', '.join(due)}; {kept}; {outlook.checkpoints_there} are there now"
+    where = settings.url if outlook.config.checkpoints or outlook.job_dir else _OF_A_NEW_JOB
+    return f"{where}; {', '.join(due)}; {kept}; {outlook.checkpoints_there} are there now"
 
 
 def _kept(reports: list[RankChecked]) -> str:

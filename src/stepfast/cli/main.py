@@ -62,6 +62,10 @@ def _dispatch(options: argparse.Namespace) -> int:
             os.environ.update(_token_for_children(config))
             run = check_cluster if options.check else run_cluster
             return run(config, _checked_script(options.script), tuple(options.script_args))
+        case "doctor":
+            from stepfast.cli.doctor import run_doctor
+
+            return run_doctor(options, config, os.environ)
         case "coordinator":
             return _coordinator(config, options)
         case "agent":

@@ -40,6 +40,7 @@ _JOB = (
 )
 _COORDINATOR = (*_JOB, "listen", "token_file")
 _AGENT = ("host", "token_file", "join_limit_s")
+_DOCTOR = ("nproc_per_node", "job_dir", "checkpoints", "memory_dir")
 _RUN = (*_JOB, "listen", "token_file")
 
 _RUN_EXAMPLES = """examples:
@@ -55,6 +56,11 @@ _COORDINATOR_EXAMPLES = """examples:
 _AGENT_EXAMPLES = """examples:
   stepfast agent --coordinator 127.0.0.1:7070 --node 0 train.py
   stepfast agent --coordinator job-coord-0-0.job:7070 --node 1 --token-file token train.py
+"""
+_DOCTOR_EXAMPLES = """examples:
+  stepfast doctor
+  stepfast doctor --nproc-per-node 8 --state-bytes 12000000000 train.py
+  stepfast doctor --checkpoints s3://bucket/run-7 --json
 """
 _CKPT_EXAMPLES = """URL: a store (a path, s3://bucket/prefix), a job directory, or one checkpoint.
 examples:
@@ -88,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_coordinator(commands)
     _add_agent(commands)
     _add_ckpt(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -133,6 +140,16 @@ def _add_agent(commands: argparse._SubParsersAction[_Parser]) -> None:
     agent.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
     _add_settings(agent, _AGENT)
     _add_script(agent)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "Check this machine, and a script, before anything is trained."
+    doctor = _command(commands, "doctor", text, _DOCTOR_EXAMPLES)
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    size = "one rank's state in bytes: whether the slots of all ranks fit (default: not said)"
+    doctor.add_argument("--state-bytes", type=int, default=0, metavar="BYTES", help=size)
+    _add_settings(doctor, _DOCTOR)
+    doctor.add_argument("script", nargs="?", metavar="SCRIPT", help="a training script")
 
 
 def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:

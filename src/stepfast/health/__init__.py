@@ -1,0 +1,1 @@
+"""Checks of a machine: healthy, unhealthy or unknown, with evidence."""
