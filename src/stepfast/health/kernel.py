@@ -49,7 +49,7 @@ def real_tries() -> dict[str, Callable[[], object]]:
 def _try_pidfd() -> None:
     descriptor = os.pidfd_open(os.getpid())
     try:
-        signal.pidfd_send_signal(descriptor, 0)  # type: ignore[arg-type]  # 0 only asks
+        signal.pidfd_send_signal(descriptor, 0)  # 0 only asks
     finally:
         os.close(descriptor)
 
