@@ -94,7 +94,11 @@ def test_nothing_there_begins_at_step_0(place: Place):
 def test_slots_that_all_ranks_hold_are_where_it_goes_on(place: Place):
     place.seal(0, 4, 5)
     place.seal(1, 3, 4)
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in place.memory.rglob("slot-*")}
+    assert len(before) == 6
     assert place.look().resume.startswith("step 4, from the slots in ")
+    after = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in place.memory.rglob("slot-*")}
+    assert after == before
 
 
 def test_a_newer_checkpoint_wins(place: Place, tmp_path: Path):

@@ -28,7 +28,7 @@ from stepfast.checkpoint.manifest import checkpoint_name
 from stepfast.checkpoint.store import open_store
 from stepfast.cli.tables import aligned
 from stepfast.config import JobConfig
-from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, OperatingError
+from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, StepfastError
 from stepfast.health import (
     accelerator,
     kernel,
@@ -210,7 +210,7 @@ def _of_storage(config: JobConfig) -> list[Finding]:
             findings += storage.checkpoint_store(store, time.monotonic)
             unfinished = [checkpoint_name(s.step, s.generation) for s in survey(store).unfinished]
             findings.append(storage.leftovers(unfinished))
-        except (OSError, OperatingError) as error:
+        except (OSError, StepfastError) as error:
             findings.append(unhealthy("checkpoint store", str(error), "choose another place"))
     return findings
 

@@ -92,6 +92,8 @@ def serve_coordinator(
     `check_of`: only a check, of the job in that directory (empty: in a new one).
     """
     outlook = None if check_of is None else _look_ahead(config, check_of)
+    if outlook is not None:
+        config = replace(config, summary="")  # wherever it was set: a check leaves nothing
     clock = SystemClock()
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
     listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
