@@ -220,9 +220,8 @@ def test_a_resolver_that_hangs_is_not_waited_for():
 # --- the environment ---
 
 
-def environment(variables: dict[str, str], **changes: object) -> list[Finding]:
-    plain: dict[str, object] = {"interfaces": ["lo", "eth0"], "has_gpu": True, "ranks": 2}
-    return accelerator.environment(variables, **{**plain, **changes})  # type: ignore[arg-type]  # plain values
+def environment(variables: dict[str, str], *, has_gpu: bool = True) -> list[Finding]:
+    return accelerator.environment(variables, interfaces=["lo", "eth0"], has_gpu=has_gpu, ranks=2)
 
 
 @pytest.mark.parametrize(
