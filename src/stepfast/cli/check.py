@@ -238,11 +238,17 @@ def _tracked(reports: list[RankChecked]) -> list[str]:
             name,
             shares[0].type,
             f"{span([s.tensors for s in shares])} tensors",
-            f"{span([s.size_bytes for s in shares], size_text)} a rank",
+            _bytes_of(shares),
         )
         for name, shares in by_name.items()
     ]
-    return aligned(rows)
+    return aligned(rows, indent="")
+
+
+def _bytes_of(shares: list[TrackedObject]) -> str:
+    if not any(share.tensors or share.size_bytes for share in shares):
+        return "plain values alone"
+    return f"{span([share.size_bytes for share in shares], size_text)} a rank"
 
 
 def _slots(outlook: Outlook, reports: list[RankChecked]) -> str:

@@ -16,7 +16,8 @@ from stepfast.train.data import TrackedLoader
 from stepfast.train.kept import Kept, Tracked
 
 _OBJECTS_MAX = 256  # the rest of them is summed up, for a message has its limit
-_OTHERS = "random generators and plain values"
+_OTHERS = "the rest"
+_OTHERS_TYPE = "generators, plain values"
 
 
 def what_is_kept(kept: Kept, order: RankStart, backend: str, seconds: float) -> RankChecked:
@@ -68,7 +69,7 @@ def objects_of(tracked: Tracked, collected: Collected) -> tuple[TrackedObject, .
         )
         for name, (tensors, size_bytes) in shares.items()
     ]
-    rest = TrackedObject(name=_OTHERS, type="", tensors=others, size_bytes=others_bytes)
+    rest = TrackedObject(name=_OTHERS, type=_OTHERS_TYPE, tensors=others, size_bytes=others_bytes)
     return (*found, rest)
 
 
