@@ -13,8 +13,8 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from functools import partial
 from threading import Lock
 
 import msgspec
@@ -31,6 +31,7 @@ from stepfast.checkpoint.manifest import (
     digest_text,
     parse_checkpoint_name,
 )
+from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.checkpoint.writer import Progress, no_progress
 from stepfast.core.terms import Generation, SnapshotId
@@ -38,7 +39,6 @@ from stepfast.errors import StateError
 
 VERIFY_PIECE_BYTES = 8 << 20
 VERIFY_THREADS = 4
-_MANIFEST_READERS = 8
 
 
 class Damage(StrEnum):
@@ -106,8 +106,8 @@ def survey(store: CheckpointStore) -> Survey:
     OperatingError says that the store itself cannot be asked now.
     """
     found = [s for name in store.directories() if (s := parse_checkpoint_name(name)) is not None]
-    with ThreadPoolExecutor(_MANIFEST_READERS, "stepfast-manifests") as readers:
-        read = list(readers.map(lambda snapshot: _look_at(store, snapshot), sorted(found)))
+    look = partial(_look_at, store)
+    read = in_parallel(look, sorted(found), SMALL_REQUESTS)
     manifests = [m for m in read if isinstance(m, Manifest)]
     return Survey(
         manifests=tuple(sorted(manifests, key=lambda m: m.snapshot, reverse=True)),
@@ -165,9 +165,8 @@ def verify(
         if name not in known
     ]
     count = _Count(manifest.size_bytes, progress)
-    with ThreadPoolExecutor(max(1, threads), "stepfast-verify") as pool:
-        found = pool.map(lambda f: _verify_file(store, manifest, f, count), manifest.files)
-        findings += [finding for finding in found if finding is not None]
+    found = in_parallel(lambda f: _verify_file(store, manifest, f, count), manifest.files, threads)
+    findings += [finding for finding in found if finding is not None]
     return sorted(findings)
 
 
@@ -181,9 +180,7 @@ def prune(
     """Remove what need not stay and is not `protected`; returns what that was, oldest first."""
     surplus = [s for s in retention.surplus(committed(store)) if s not in protected]
     for snapshot in () if dry_run else surplus:
-        # The manifest first, and durably: from here on the checkpoint does not exist.
-        store.delete(_manifest_name(snapshot))
-        store.delete_below(checkpoint_name(snapshot.step, snapshot.generation))
+        _remove(store, snapshot)
     return surplus
 
 
@@ -209,12 +206,21 @@ def sweep_unfinished(
             continue
         # Asked again at the last moment, for whom nobody told of what is in flight.
         if store.size_bytes(_manifest_name(snapshot)) is None:
-            store.delete_below(checkpoint_name(snapshot.step, snapshot.generation))
+            _remove(store, snapshot)
             swept.append(snapshot)
     for manifest in seen.manifests:
         if manifest.snapshot not in in_flight:
             store.delete_remains(manifest.name)
     return swept
+
+
+def _remove(store: CheckpointStore, snapshot: SnapshotId) -> None:
+    """The manifest first, and durably: from there on the checkpoint does not exist.
+
+    Also where none is seen: whoever removed it may have died before that was durable.
+    """
+    store.delete(_manifest_name(snapshot))
+    store.delete_below(checkpoint_name(snapshot.step, snapshot.generation))
 
 
 class _Count:

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
@@ -24,15 +24,16 @@ from stepfast.checkpoint.manifest import (
     ShardFile,
     TensorInfo,
     check_files,
+    checkpoint_name,
     decode_manifest,
     encode_manifest,
     snapshot_words,
 )
+from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import StateError
 
-HEADER_READERS = 8  # a header is a round trip, and there is one for each rank
 _HEADER_GUESS_BYTES = 1 << 16
 
 
@@ -44,12 +45,8 @@ def commit(store: CheckpointStore, manifest: Manifest) -> Manifest:
     """
     assert not manifest.tensors, "the tensors are read from the files"
     check_files(manifest.files, manifest.world_size)
-    with ThreadPoolExecutor(HEADER_READERS, "stepfast-headers") as readers:
-        checked = [
-            readers.submit(_checked_layout, store, manifest.name, file, manifest.snapshot)
-            for file in manifest.files
-        ]
-        rank_layouts = [future.result() for future in checked]
+    check = partial(_checked_layout, store, manifest.snapshot)
+    rank_layouts = in_parallel(check, manifest.files, SMALL_REQUESTS)
     whole = msgspec.structs.replace(manifest, tensors=gather_tensors(rank_layouts))
     name = f"{manifest.name}/{MANIFEST_FILE}"
     if store.put_if_absent(name, encode_manifest(whole)):
@@ -94,10 +91,8 @@ def gather_tensors(rank_layouts: Iterable[Layout]) -> dict[str, TensorInfo]:
     return dict(sorted(tensors.items()))
 
 
-def _checked_layout(
-    store: CheckpointStore, directory: str, file: ShardFile, snapshot: SnapshotId
-) -> Layout:
-    name = f"{directory}/{file.name}"
+def _checked_layout(store: CheckpointStore, snapshot: SnapshotId, file: ShardFile) -> Layout:
+    name = f"{checkpoint_name(snapshot.step, snapshot.generation)}/{file.name}"
     layout, held = read_layout(store, name)
     if held != snapshot:
         raise StateError(

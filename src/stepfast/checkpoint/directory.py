@@ -47,6 +47,7 @@ class DirectoryStore:
         self.root = Path(os.path.abspath(root))
         self.url = str(self.root)
         self._disk: Disk = SystemDisk() if disk is None else disk
+        self._is_anchored = False
 
     def writer(self, name: str, size_bytes: int = 0) -> DirectoryWriter:
         """Write the object `name`, in the place of what has the name."""
@@ -138,18 +139,34 @@ class DirectoryStore:
 
     def make_directory(self, path: str) -> None:
         """Make a directory of the store and what is missing above, durably; for its writers."""
+        self._make_directory(path)
+        if not self._is_anchored:
+            # Whoever made the root may have died before it was durable: once, all the way up.
+            above = self.url
+            while above != os.path.dirname(above):
+                above = os.path.dirname(above)
+                self._sync_foreign(above)
+            self._is_anchored = True
+
+    def _make_directory(self, path: str) -> None:
         try:
             self._disk.make_directory(path)
         except FileExistsError:
-            # Perhaps by another process, a moment ago: then nothing says that it is durable. What
-            # is not below the root is none of ours, and perhaps not ours to open.
-            if not path.startswith(f"{self.root}{os.sep}"):
-                return
+            pass  # perhaps by another process, a moment ago: then nothing says that it is durable
         except FileNotFoundError:
-            self.make_directory(os.path.dirname(path))
-            self.make_directory(path)
+            self._make_directory(os.path.dirname(path))
+            self._make_directory(path)
             return
-        self._disk.sync_directory(os.path.dirname(path))
+        if path.startswith(f"{self.url}{os.sep}"):
+            self._disk.sync_directory(os.path.dirname(path))
+        else:
+            self._sync_foreign(os.path.dirname(path))
+
+    def _sync_foreign(self, path: str) -> None:
+        try:
+            self._disk.sync_directory(path)
+        except PermissionError:
+            pass  # it can be passed through and not be opened: its owner made what is in it
 
     def _walk(self, prefix: str) -> list[tuple[str, bool]]:
         """Everything below `prefix`, a directory before what is in it; each with whether it is

@@ -12,10 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import xxhash
 
@@ -26,6 +29,7 @@ from stepfast.checkpoint.manifest import (
     MANIFEST_FILE,
     ShardFile,
     checkpoint_name,
+    decode_manifest,
     digest_text,
     shard_name,
     snapshot_words,
@@ -87,81 +91,122 @@ def write_slot(
     """Put the slot's bytes into the store as this rank's file of the checkpoint of `snapshot`.
 
     StateError where the slot does not hold it, or was taken away meanwhile: nothing is visible
-    then. OperatingError where the store fails. `progress(done, total)` is told the bytes after each
-    piece, and may raise to stop. `pace` is in the place of `bytes_per_s`, for who has a clock.
+    then. OperatingError where the store fails. A checkpoint that is committed with these bytes is
+    left as it is; with others it is another one's, and a StateError.
+
+    `progress(done, total)` is told the bytes after each piece, and may raise to stop. `pace` is in
+    the place of `bytes_per_s`, for who has a clock.
     """
-    directory = checkpoint_name(snapshot.step, snapshot.generation)
-    if store.size_bytes(f"{directory}/{MANIFEST_FILE}") is not None:
-        raise StateError(
-            f"{store.url}/{directory} is committed already; if it is another job's, give this job"
-            " a place of its own for its checkpoints"
-        )
     pace = pace or Pace(bytes_per_s)
-    try:
-        descriptor = os.open(slot_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise StateError(f"{slot_path}: {error.strerror}") from error
-    try:
-        layout = _checked_layout(descriptor, slot_path, snapshot)
-        name = shard_name(rank, world_size)
-        with store.writer(f"{directory}/{name}", layout.file_bytes) as writer:
-            hasher, blocks, done = xxhash.xxh3_128(), BlockHasher(), 0
-            buffer = memoryview(bytearray(min(PIECE_BYTES, layout.file_bytes)))
-            while done < layout.file_bytes:
-                piece = buffer[: min(PIECE_BYTES, layout.file_bytes - done)]
-                _fill(descriptor, slot_path, done, piece)
+    directory = checkpoint_name(snapshot.step, snapshot.generation)
+    name = shard_name(rank, world_size)
+    manifest_name = f"{directory}/{MANIFEST_FILE}"
+    is_committed = store.size_bytes(manifest_name) is not None
+    with _OpenSlot(slot_path, snapshot) as slot:
+        size_bytes = slot.layout.file_bytes
+        with contextlib.ExitStack() as stack:
+            hasher, blocks = xxhash.xxh3_128(), BlockHasher()
+            writer = None
+            if not is_committed:
+                writer = stack.enter_context(store.writer(f"{directory}/{name}", size_bytes))
+            done = 0
+            for piece in slot.pieces():
                 hasher.update(piece)
                 blocks.update(piece)
-                writer.write(piece)
+                if writer is not None:
+                    writer.write(piece)
                 done += len(piece)
-                progress(done, layout.file_bytes)
+                progress(done, size_bytes)
                 pace.wait_after(done)
-            _check_untouched(descriptor, slot_path, layout, snapshot)
-        return ShardFile(
-            rank=rank,
-            name=name,
-            size_bytes=layout.file_bytes,
-            digest=digest_text(hasher.hexdigest()),
-            layout_digest=layout.digest,
-            block_bytes=blocks.block_bytes,
-            blocks=blocks.digests(),
-        )
-    finally:
-        os.close(descriptor)
-
-
-def _checked_layout(descriptor: int, path: Path, snapshot: SnapshotId) -> Layout:
-    try:
-        layout, held = read_open_state(descriptor)
-    except (OSError, ValueError) as error:
-        raise StateError(f"{path}: {error}") from error
-    if held != snapshot:
+            slot.check_untouched()
+    file = ShardFile(
+        rank=rank,
+        name=name,
+        size_bytes=size_bytes,
+        digest=digest_text(hasher.hexdigest()),
+        layout_digest=slot.layout.digest,
+        block_bytes=blocks.block_bytes,
+        blocks=blocks.digests(),
+    )
+    if is_committed and file not in decode_manifest(store.read(manifest_name)).files:
         raise StateError(
-            f"{path}: the slot holds {snapshot_words(held)}, not {snapshot_words(snapshot)}"
+            f"{store.url}/{directory} is committed already, with other bytes; if it is another"
+            " job's, give this job a place of its own for its checkpoints"
         )
-    return layout
+    return file
 
 
-def _fill(descriptor: int, path: Path, start: int, piece: memoryview) -> None:
-    done = 0
-    try:
-        while done < len(piece):
-            count = os.preadv(descriptor, [piece[done:]], start + done)
-            if count == 0:
-                raise StateError(f"{path}: the slot was cut while it was copied")
-            done += count
-    except OSError as error:
-        raise OperatingError(f"{path}: {error.strerror}") from error
+class _OpenSlot:
+    """A slot that is read while its owner may take it back."""
 
+    def __init__(self, path: Path, snapshot: SnapshotId) -> None:
+        self._path = path
+        self._snapshot = snapshot
 
-def _check_untouched(descriptor: int, path: Path, layout: Layout, snapshot: SnapshotId) -> None:
-    """The seal is what its owner takes away first and gives last."""
-    seal_bytes = layouts.SEAL_END - layouts.SEAL_START
-    seal = os.pread(descriptor, seal_bytes, layouts.SEAL_START)
-    if layouts.parse_seal(seal, layout.digest) != snapshot:
-        raise StateError(f"{path}: the slot was taken back while it was copied")
-    start = layout.data_start + layout.plain.start
-    try:
-        layouts.unframe_plain(memoryview(os.pread(descriptor, layout.plain.size_bytes, start)))
-    except ValueError as error:
-        raise StateError(f"{path}: {error}") from error
+    def __enter__(self) -> Self:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self._descriptor = os.open(self._path, flags)
+        except OSError as error:
+            raise StateError(f"{self._path}: {error.strerror}") from error
+        try:
+            self.layout = self._checked_layout()
+        except StateError:
+            os.close(self._descriptor)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """All its bytes, in order; each piece is good until the next is asked for."""
+        done, size_bytes = 0, self.layout.file_bytes
+        buffer = memoryview(bytearray(min(PIECE_BYTES, size_bytes)))
+        while done < size_bytes:
+            piece = buffer[: min(PIECE_BYTES, size_bytes - done)]
+            self._fill(done, piece)
+            done += len(piece)
+            yield piece
+
+    def check_untouched(self) -> None:
+        """The seal is what its owner takes away first and gives last."""
+        path, layout = self._path, self.layout
+        seal = bytearray(layouts.SEAL_END - layouts.SEAL_START)
+        self._fill(layouts.SEAL_START, memoryview(seal))
+        if layouts.parse_seal(bytes(seal), layout.digest) != self._snapshot:
+            raise StateError(f"{path}: the slot was taken back while it was copied")
+        plain = memoryview(bytearray(layout.plain.size_bytes))
+        self._fill(layout.data_start + layout.plain.start, plain)
+        try:
+            layouts.unframe_plain(plain)
+        except ValueError as error:
+            raise StateError(f"{path}: {error}") from error
+
+    def _checked_layout(self) -> Layout:
+        try:
+            layout, held = read_open_state(self._descriptor)
+        except (OSError, ValueError) as error:
+            raise StateError(f"{self._path}: {error}") from error
+        if held != self._snapshot:
+            raise StateError(
+                f"{self._path}: the slot holds {snapshot_words(held)},"
+                f" not {snapshot_words(self._snapshot)}"
+            )
+        return layout
+
+    def _fill(self, start: int, piece: memoryview) -> None:
+        done = 0
+        try:
+            while done < len(piece):
+                count = os.preadv(self._descriptor, [piece[done:]], start + done)
+                if count == 0:
+                    raise StateError(f"{self._path}: the slot was cut while it was copied")
+                done += count
+        except OSError as error:
+            raise OperatingError(f"{self._path}: {error.strerror}") from error

@@ -49,6 +49,10 @@ def _prepare_streams() -> None:
 def _dispatch(options: argparse.Namespace) -> int:
     if getattr(options, "parent_pid", None) is not None:
         end_with_parent(options.parent_pid)
+    if options.command == "ckpt":
+        from stepfast.cli.ckpt import run_ckpt
+
+        return run_ckpt(options)
     config = _config(options)
     match options.command:
         case "run":

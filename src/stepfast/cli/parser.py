@@ -48,6 +48,13 @@ _AGENT_EXAMPLES = """examples:
   stepfast agent --coordinator 127.0.0.1:7070 --node 0 train.py
   stepfast agent --coordinator job-coord-0-0.job:7070 --node 1 --token-file token train.py
 """
+_CKPT_EXAMPLES = """URL: a store (a path, s3://bucket/prefix), a job directory, or one checkpoint.
+examples:
+  stepfast ckpt ls stepfast-jobs/a
+  stepfast ckpt verify s3://bucket/run-7
+  stepfast ckpt diff jobs/a jobs/b/checkpoints/step-000000050-gen-0001
+  stepfast ckpt prune jobs/a --keep-last 3 --keep-every 1000 --dry-run
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_coordinator(commands)
     _add_agent(commands)
+    _add_ckpt(commands)
     return parser
 
 
@@ -112,6 +120,42 @@ def _add_agent(commands: argparse._SubParsersAction[_Parser]) -> None:
     agent.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
     _add_settings(agent, _AGENT)
     _add_script(agent)
+
+
+def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "List, check, compare and remove checkpoints."
+    ckpt = _command(commands, "ckpt", text, _CKPT_EXAMPLES)
+    below = ckpt.add_subparsers(
+        dest="ckpt_command", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    step = "a step, or a checkpoint's name"
+    _add_ckpt_command(below, "ls", "List the checkpoints of a store.")
+    show = _add_ckpt_command(below, "show", "Show what is in a checkpoint.")
+    show.add_argument("step", nargs="?", metavar="STEP", help=f"{step} (default: the newest)")
+    verify = _add_ckpt_command(below, "verify", "Read checkpoints and say what is damaged.")
+    verify.add_argument("step", nargs="?", metavar="STEP", help=f"{step} (default: all)")
+    verify.add_argument("--threads", type=int, default=4, help="files read at once (default: 4)")
+    diff = _add_ckpt_command(below, "diff", "Compare two checkpoints, byte by byte.", has_url=False)
+    diff.add_argument("before", metavar="A", help="a checkpoint, or a store: its newest one")
+    diff.add_argument("after", metavar="B", help="the same")
+    prune = _add_ckpt_command(below, "prune", "Remove old checkpoints; the newest stays.")
+    last, every = (
+        "keep so many newest ones",
+        "of older ones keep each at a multiple of so many steps",
+    )
+    prune.add_argument("--keep-last", type=int, default=2, metavar="N", help=f"{last} (default: 2)")
+    prune.add_argument("--keep-every", type=int, default=0, metavar="K", help=every)
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def _add_ckpt_command(
+    commands: argparse._SubParsersAction[_Parser], name: str, text: str, *, has_url: bool = True
+) -> argparse.ArgumentParser:
+    parser = _command(commands, name, text, _CKPT_EXAMPLES)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    if has_url:
+        parser.add_argument("url", metavar="URL", help="a store, a job directory or a checkpoint")
+    return parser
 
 
 def _add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> None:
