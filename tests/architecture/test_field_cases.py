@@ -10,8 +10,12 @@ import pytest
 from architecture.source_tree import ROOT, functions
 
 TABLE = ROOT / "tests" / "field_cases.toml"
-# In-process restart and abort (26-35, 138-145); launcher and rendezvous (36-48, 146-155).
-IDS = [f"FC-{n}" for n in (*range(26, 36), *range(36, 49), *range(138, 146), *range(146, 156))]
+# Loading and resharding (16-25). In-process restart and abort (26-35, 138-145); launcher and
+# rendezvous (36-48, 146-155).
+NUMBERS = (
+    *range(16, 26), *range(26, 36), *range(36, 49), *range(138, 146), *range(146, 156),
+)  # fmt: skip
+IDS = [f"FC-{n}" for n in NUMBERS]
 ANSWERS = ("test", "cannot", "later")
 # How a capability may be called, so that the same one always has the same name.
 CAPABILITIES = {
