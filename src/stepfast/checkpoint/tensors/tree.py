@@ -27,6 +27,7 @@ from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
     OWN_NAME,
     Objects,
+    check_coupled,
     check_trackable,
     is_container,
     is_transparent,
@@ -53,6 +54,7 @@ class StateTree:
         """
         for name, value in objects.items():
             check_trackable(name, value)
+        check_coupled(objects)
         self._objects = dict(objects)
         self._inspector = Inspector()
         self._known: Mapping[str, Known] = {}
