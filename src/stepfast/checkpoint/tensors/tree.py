@@ -26,6 +26,7 @@ from stepfast.checkpoint.layout import Layout, TensorSpec, private_name
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
     Objects,
+    check_coupled,
     check_trackable,
     is_container,
     is_transparent,
@@ -53,6 +54,7 @@ class StateTree:
         """
         for name, value in objects.items():
             check_trackable(name, value)
+        check_coupled(objects)
         self._objects = dict(objects)
         self.rank, self._private = rank, private_prefixes(objects)
         self._inspector = Inspector()
