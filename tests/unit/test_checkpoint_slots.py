@@ -124,7 +124,7 @@ def test_sealing_changes_the_seal_and_no_other_byte(directory: Path) -> None:
     )
 )
 def test_a_header_says_everything_about_its_layout(rows: list[tuple[str, str, int]]) -> None:
-    rows = [row for row in rows if row[0] not in ("__metadata__", layouts.PLAIN_NAME)]
+    rows = [row for row in rows if row[0] not in ("__metadata__", layouts.private_name(0, "plain"))]
     layout = Layout.build([TensorSpec(n, d, (k, 2), (9, 2), (k, 0)) for n, d, k in rows], 10)
     assert parse_header(layout.header) == layout
     assert layout.data_start % layouts.DATA_ALIGNMENT_BYTES == 0

@@ -3,18 +3,23 @@
 Owns: the header of a slot, its seal, and the frame of the plain values.
 Does not own: files and mappings (`arena`), tensors (`tensors`), the plain values' codec (`plain`).
 
+Names: what is a rank's alone (its plain values, its generators, its loaders' positions) is named
+`stepfast.rank-NNNNN.*`; every other name means the same tensor in the files of all ranks.
+
 Invariants:
 - A slot is, byte for byte, a valid `.safetensors` file: 8 bytes of little-endian header length, a
   JSON header, data without holes. `__metadata__` carries the sharding metadata of PyTorch's DCP.
 - The seal has a fixed place and width; sealing changes no other byte. A torn one reads as unsealed.
-- Two layouts with one digest agree in every name, dtype, shape, global shape and offset. How much
-  room the plain values have is no part of it: processes with the same tensors share their slots.
+- Two layouts with one digest agree in every name, dtype, shape, global shape, offset and original
+  shape. How much room the plain values have is no part of it: processes with the same tensors share
+  their slots.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 
@@ -23,7 +28,7 @@ import msgspec
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import ScriptError
 
-PLAIN_NAME = "stepfast.plain"
+RANKS_MAX = 100_000
 HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 DATA_ALIGNMENT_BYTES = 64  # a cache line; vectorised copies start on one
 PLAIN_ROUND_BYTES = 4096
@@ -36,6 +41,8 @@ DTYPE_BYTES = {
     "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
 
+_PRIVATE = re.compile(r"stepfast\.rank-(\d{5})\.")
+
 _LENGTH_BYTES = 8
 _SEAL_PREFIX = b'{"__metadata__":{"stepfast_seal":"'
 _SEAL_BYTES = 64
@@ -47,7 +54,13 @@ _PLAIN_CHECK_BYTES = 16
 _PLAIN_FRAME_BYTES = 8 + _PLAIN_CHECK_BYTES
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class _Flattened(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a tensor that is known in flattened form only, as FSDP1 has them: its own shape."""
+
+    original_shape: tuple[int, ...] | None = None  # `global_shape` is then one number, its product
+
+
+class TensorSpec(_Flattened, frozen=True):
     """One local tensor: the part at `offsets`, of size `shape`, of a tensor of `global_shape`."""
 
     name: str
@@ -69,7 +82,10 @@ class Entry(TensorSpec, frozen=True):
 
     @property
     def spec(self) -> TensorSpec:
-        return TensorSpec(self.name, self.dtype, self.shape, self.global_shape, self.offsets)
+        return TensorSpec(
+            self.name, self.dtype, self.shape, self.global_shape, self.offsets,
+            original_shape=self.original_shape,
+        )  # fmt: skip
 
 
 class _Tensor(msgspec.Struct, frozen=True):
@@ -88,6 +104,7 @@ class _Sharding(msgspec.Struct, frozen=True):
 
 
 _TENSOR_DECODER = msgspec.json.Decoder(_Tensor)
+_SHAPES_DECODER = msgspec.json.Decoder(dict[str, tuple[int, ...]])
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
@@ -98,13 +115,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     digest: str
 
     @classmethod
-    def build(cls, specs: Iterable[TensorSpec], plain_bytes: int) -> Layout:
+    def build(cls, specs: Iterable[TensorSpec], plain_bytes: int, *, rank: int = 0) -> Layout:
         """Place `specs`, widest dtype first so that each is aligned, and room for `plain_bytes`.
 
-        Raises ScriptError where two tensors have one name.
+        `rank` is whose the plain values are. Raises ScriptError where two tensors have one name.
         """
+        plain_name = private_name(rank, "plain")
         ordered = sorted(specs, key=lambda spec: (-DTYPE_BYTES[spec.dtype], spec.name))
-        entries, end, seen = [], 0, {PLAIN_NAME, "__metadata__"}
+        entries, end, seen = [], 0, {plain_name, "__metadata__"}
         for spec in ordered:
             if spec.name in seen:
                 raise ScriptError(
@@ -114,7 +132,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             start, end = end, end + spec.size_bytes
             entries.append(_place(spec, start, end))
         capacity = _plain_capacity_bytes(plain_bytes)
-        plain = TensorSpec(PLAIN_NAME, "U8", (capacity,), (capacity,), (0,))
+        plain = TensorSpec(plain_name, "U8", (capacity,), (capacity,), (0,))
         return cls(tuple(entries), _place(plain, end, end + capacity), _digest(entries))
 
     @cached_property
@@ -130,6 +148,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             "DCP_SHARDING_INFO": _dump(sharding).decode(),
             "stepfast_layout": self.digest,
         }
+        original = {e.name: e.original_shape for e in everything if e.original_shape is not None}
+        if original:
+            metadata["stepfast_shapes"] = _dump(original).decode()
         tensors = {
             e.name: {"dtype": e.dtype, "shape": e.shape, "data_offsets": (e.start, e.end)}
             for e in everything
@@ -155,12 +176,35 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def file_bytes(self) -> int:
         return self.data_start + self.plain.end
 
+    @property
+    def rank(self) -> int:
+        """The rank whose state this is, by the name of its plain values."""
+        rank = private_rank(self.plain.name)
+        assert rank is not None, f"{self.plain.name} names no rank"
+        return rank
+
     def serves(self, wanted: Layout) -> bool:
         """Whether a slot of this layout can take a snapshot of the `wanted` one."""
-        return self.digest == wanted.digest and self.plain.end >= wanted.plain.end
+        fits = self.digest == wanted.digest and self.plain.end >= wanted.plain.end
+        return fits and self.plain.name == wanted.plain.name
 
     def has_room_for(self, plain_bytes: int) -> bool:
         return plain_bytes + _PLAIN_FRAME_BYTES <= self.plain.size_bytes
+
+
+def private_name(rank: int, name: str) -> str:
+    """What `name` is called in the files of a checkpoint, where it is `rank`'s alone.
+
+    The files of all ranks may be read as one, and there a name is one tensor.
+    """
+    assert 0 <= rank < RANKS_MAX, f"rank {rank} has no five digits"
+    return f"stepfast.rank-{rank:05d}.{name}"
+
+
+def private_rank(name: str) -> int | None:
+    """The rank whose own `name` is; None where all ranks share it."""
+    found = _PRIVATE.match(name)
+    return None if found is None else int(found[1])
 
 
 def header_bytes(first: bytes) -> int:
@@ -185,18 +229,27 @@ def _parse_unsealed(text: bytes) -> Layout:
         document = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
         sharding = msgspec.json.decode(metadata["DCP_SHARDING_INFO"], type=dict[str, _Sharding])
-        entries = [_parse_entry(name, raw, sharding[name]) for name, raw in document.items()]
+        shapes = _SHAPES_DECODER.decode(metadata.get("stepfast_shapes", "{}"))
+        entries = [
+            _parse_entry(name, raw, sharding[name], shapes.pop(name, None))
+            for name, raw in document.items()
+        ]
         stated = metadata["stepfast_layout"]
     except (KeyError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"the header is damaged: {error!r}") from error
-    entries.sort(key=lambda entry: (entry.start, entry.end, entry.name == PLAIN_NAME))
+    entries.sort(key=lambda entry: (entry.start, entry.end, _is_plain(entry.name)))
+    if not entries or not _is_plain(entries[-1].name):
+        raise ValueError("the header has no plain values")
     layout = Layout(tuple(entries[:-1]), entries[-1], _digest(entries[:-1]))
-    if not entries or layout.plain.name != PLAIN_NAME or layout.digest != stated:
+    if layout.digest != stated or shapes:
         raise ValueError("the header's digest does not match its entries")
     position = 0
     for entry in entries:
         if entry.start != position or entry.end - entry.start != entry.size_bytes:
             raise ValueError(f"the bytes of {entry.name!r} are not where they must be")
+        original = entry.original_shape
+        if original is not None and (math.prod(original),) != entry.global_shape:
+            raise ValueError(f"the original shape of {entry.name!r} is not that of its elements")
         position = entry.end
     return layout
 
@@ -236,16 +289,27 @@ def unframe_plain(area: memoryview) -> bytes:
     return blob
 
 
+def _is_plain(name: str) -> bool:
+    rank = private_rank(name)
+    return rank is not None and name == private_name(rank, "plain")
+
+
 def _place(spec: TensorSpec, start: int, end: int) -> Entry:
-    return Entry(spec.name, spec.dtype, spec.shape, spec.global_shape, spec.offsets, start, end)
+    return Entry(
+        spec.name, spec.dtype, spec.shape, spec.global_shape, spec.offsets, start, end,
+        original_shape=spec.original_shape,
+    )  # fmt: skip
 
 
-def _parse_entry(name: str, raw: msgspec.Raw, sharding: _Sharding) -> Entry:
+def _parse_entry(
+    name: str, raw: msgspec.Raw, sharding: _Sharding, original_shape: tuple[int, ...] | None
+) -> Entry:
     tensor = _TENSOR_DECODER.decode(raw)
     start, end = tensor.data_offsets
     return Entry(
-        name, tensor.dtype, tensor.shape, sharding.global_shape, sharding.saved_offsets, start, end
-    )
+        name, tensor.dtype, tensor.shape, sharding.global_shape, sharding.saved_offsets, start, end,
+        original_shape=original_shape,
+    )  # fmt: skip
 
 
 def _plain_capacity_bytes(plain_bytes: int) -> int:
@@ -255,8 +319,16 @@ def _plain_capacity_bytes(plain_bytes: int) -> int:
 
 
 def _digest(entries: Iterable[Entry]) -> str:
-    rows = sorted((e.name, e.dtype, e.shape, e.global_shape, e.offsets) for e in entries)
+    rows = sorted(
+        # What has no original shape of its own adds nothing, and so keeps its digest.
+        (e.name, e.dtype, e.shape, e.global_shape, e.offsets, *_if_given(e.original_shape))
+        for e in entries
+    )
     return hashlib.blake2b(msgspec.msgpack.encode(rows), digest_size=16).hexdigest()
+
+
+def _if_given(shape: tuple[int, ...] | None) -> tuple[tuple[int, ...], ...]:
+    return () if shape is None else (shape,)
 
 
 def _seal_check(body: bytes, digest: str) -> bytes:

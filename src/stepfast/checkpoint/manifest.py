@@ -17,6 +17,8 @@ import re
 import msgspec
 import xxhash
 
+from stepfast.checkpoint.blocks import is_whole
+from stepfast.core.durable import ShardFile as ShardFile
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import StateError
 
@@ -30,20 +32,6 @@ _CHECK_END = b'",'
 _NAME = re.compile(r"step-(\d+)-gen-(\d+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIGEST = re.compile(rf"{DIGEST_PREFIX}[0-9a-f]{{32}}")
-
-
-class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's file, as it was written.
-
-    `name` is relative to the checkpoint's directory; `digest` is of all its bytes, `layout_digest`
-    that of the slot's layout.
-    """
-
-    rank: int
-    name: str
-    size_bytes: int
-    digest: str
-    layout_digest: str
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
@@ -164,6 +152,8 @@ def check_files(files: tuple[ShardFile, ...], world_size: int) -> None:
             raise StateError(f"{file.name!r} cannot be the name of a rank's file")
         if file.size_bytes < 0 or _DIGEST.fullmatch(file.digest) is None:
             raise StateError(f"size or digest of {file.name} make no sense")
+        if not is_whole(file.blocks, file.size_bytes, file.block_bytes):
+            raise StateError(f"the blocks' checksums of {file.name} make no sense")
     if len({file.name for file in files}) != world_size:
         raise StateError("two ranks have one file")
 

@@ -23,6 +23,7 @@ from typing import Self
 import xxhash
 
 from stepfast.checkpoint import layout as layouts
+from stepfast.checkpoint.blocks import BlockHasher
 from stepfast.checkpoint.layout import Layout
 from stepfast.checkpoint.manifest import (
     MANIFEST_FILE,
@@ -104,13 +105,14 @@ def write_slot(
     with _OpenSlot(slot_path, snapshot) as slot:
         size_bytes = slot.layout.file_bytes
         with contextlib.ExitStack() as stack:
-            hasher = xxhash.xxh3_128()
+            hasher, blocks = xxhash.xxh3_128(), BlockHasher()
             writer = None
             if not is_committed:
                 writer = stack.enter_context(store.writer(f"{directory}/{name}", size_bytes))
             done = 0
             for piece in slot.pieces():
                 hasher.update(piece)
+                blocks.update(piece)
                 if writer is not None:
                     writer.write(piece)
                 done += len(piece)
@@ -123,6 +125,8 @@ def write_slot(
         size_bytes=size_bytes,
         digest=digest_text(hasher.hexdigest()),
         layout_digest=slot.layout.digest,
+        block_bytes=blocks.block_bytes,
+        blocks=blocks.digests(),
     )
     if is_committed and file not in decode_manifest(store.read(manifest_name)).files:
         raise StateError(

@@ -81,6 +81,12 @@ class TrackedLoader:
         torch.set_rng_state(torch.frombuffer(bytearray(state["rng_before"]), dtype=torch.uint8))
         self._begin_epoch()
 
+    def state_in_other_world(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What is left of a rank's position where the job has another number of ranks: the epoch,
+        which begins anew, for ranks divide it in another way.
+        """
+        return {"epoch": state["epoch"], "loader": None, "rng_before": None}
+
     def drop(self) -> None:
         """End the iterator and its workers now, whatever state they are in."""
         kept = getattr(self._loader, "_iterator", None)

@@ -159,7 +159,7 @@ class Run:
         }
         namespace = SimpleNamespace(**wrapped)
         tracked = Tracked(
-            tree=StateTree(wrapped),
+            tree=StateTree(wrapped, rank=self._host.rank),
             namespace=namespace,
             loaders=tuple(v for v in wrapped.values() if isinstance(v, TrackedLoader)),
             modules=tuple(v for v in wrapped.values() if isinstance(v, nn.Module)),

@@ -9,6 +9,7 @@ from the tensor whenever it is asked for; only arithmetic is remembered.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, NamedTuple
 
@@ -38,6 +39,14 @@ class _Place(NamedTuple):
     coordinate: Any  # a list or a tuple, by torch's version; None outside of the mesh
 
 
+class Part(NamedTuple):
+    """A run of the flattened elements of a tensor of `whole_shape`, from `start` on."""
+
+    tensor: Tensor
+    whole_shape: tuple[int, ...]
+    start: int
+
+
 class Known(NamedTuple):
     """What is known of a tensor; good while `is_good`."""
 
@@ -47,8 +56,10 @@ class Known(NamedTuple):
     ref: Ref
     spec: TensorSpec
 
-    def is_good(self, tensor: Tensor) -> bool:
+    def is_good(self, tensor: Tensor | Part) -> bool:
         """Whether all of it is true of `tensor` now."""
+        if type(tensor) is Part:
+            return self._is_part(tensor)
         if tensor is not self.tensor:
             return False
         local, spec = self.local, self.spec
@@ -58,6 +69,18 @@ class Known(NamedTuple):
             local.shape == spec.shape
             and _DTYPES.get(local.dtype) == spec.dtype
             and local.device.type == self.ref.device
+        )
+
+    def _is_part(self, part: Part) -> bool:
+        # Not by identity: parts are cut anew each time. What has their memory is the same part.
+        tensor, spec = part.tensor, self.spec
+        return (
+            part.whole_shape == spec.original_shape
+            and (part.start,) == spec.offsets
+            and tensor.shape == spec.shape
+            and tensor.dtype == self.local.dtype
+            and tensor.data_ptr() == self.local.data_ptr()
+            and tensor.device.type == self.ref.device
         )
 
     def _is_at(self, place: _Place, dtensor: Any) -> bool:
@@ -77,11 +100,21 @@ class Inspector:
     def __init__(self) -> None:
         self._offsets: dict[object, tuple[int, ...]] = {}
 
-    def known(self, name: str, tensor: Tensor) -> Known:
+    def known(self, name: str, tensor: Tensor | Part) -> Known:
         """What is to be known of `tensor` under `name`; ScriptError where it cannot be kept."""
+        if isinstance(tensor, Part):
+            return self._known_part(name, tensor)
         spec = self._spec(name, tensor)
         ref = Ref(name, tensor.device.type, shards_of(tensor))
         return Known(tensor, local_of(tensor), _place_of(tensor), ref, spec)
+
+    def _known_part(self, name: str, part: Part) -> Known:
+        whole = self.known(name, part.tensor)
+        spec = TensorSpec(
+            name, whole.spec.dtype, whole.spec.shape, (math.prod(part.whole_shape),), (part.start,),
+            original_shape=part.whole_shape,
+        )  # fmt: skip
+        return whole._replace(spec=spec)
 
     def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
         if nn.parameter.is_lazy(tensor):
@@ -119,8 +152,11 @@ def loaded_type(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
-def local_of(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor | Part) -> Tensor:
     """The tensor that this rank holds; it shares its storage with `tensor`."""
+    if type(tensor) is Part:
+        return tensor.tensor
+    assert isinstance(tensor, Tensor)
     # Not to_local(): of a parameter that makes a view each time, and this runs at every step.
     dtensor = _as_dtensor(tensor)
     local: Tensor = tensor if dtensor is None else dtensor._local_tensor

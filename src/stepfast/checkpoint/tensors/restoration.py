@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +24,11 @@ from torch.optim import Optimizer
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.layout import Entry, Layout, TensorSpec
 from stepfast.checkpoint.plain import Ref
+from stepfast.checkpoint.tensors.flat import drop_gradients, join_state
 from stepfast.checkpoint.tensors.local import (
     Inspector,
     Known,
+    Part,
     empty_like_saved,
     loaded_type,
     local_of,
@@ -36,6 +38,7 @@ from stepfast.checkpoint.tensors.local import (
 )
 from stepfast.checkpoint.tensors.naming import (
     OWN_NAME,
+    is_container,
     is_transparent,
     named_parameters,
     optimizer_names,
@@ -54,7 +57,7 @@ class Views(Protocol):
 
 
 class Restoration:
-    """The objects, what they hold now by name, and the snapshot."""
+    """The objects, what they hold now by name, and the snapshot; some objects are left alone."""
 
     def __init__(
         self,
@@ -63,8 +66,10 @@ class Restoration:
         inspector: Inspector,
         source: Views,
         tree: dict[str, Any],
+        left_alone: Set[str],
     ) -> None:
-        self._objects, self._scans, self._names = walk.objects, walk.scans, walk.names
+        self._objects = {n: v for n, v in walk.objects.items() if n not in left_alone}
+        self._scans, self._names = walk.scans, walk.names
         self._live, self._inspector = dict(live), inspector
         self._source, self._tree = source, tree
         self._own = tree[OWN_NAME]
@@ -83,7 +88,9 @@ class Restoration:
             if is_transparent(value):
                 self._restore_optimizer(name, value)
         for name, value in self._objects.items():
-            if name in self._tree and not is_transparent(value):
+            if is_container(value):
+                self._restore_container(name, value)
+            elif name in self._tree and not is_transparent(value):
                 self._restore_other(name, value)
         states = self._fill(self._own["rng"])
         self._copy_planned()
@@ -145,34 +152,71 @@ class Restoration:
         for held in places.values():
             if held.tensor is not None and not held.is_buffer:
                 self._plan_copy(held.name, held.tensor)
-                held.tensor.grad = None
+                if isinstance(held.tensor, Tensor):
+                    held.tensor.grad = None
             else:
                 ref = buffers.pop(held.name, None)
+                assert not isinstance(held.tensor, Part), "no buffer is flat"
                 value = None if ref is None else self._tensor(ref, held.tensor)
                 held.owner._buffers[held.key] = value
         for path, ref in buffers.items():  # registered later than in the constructor
             owner, _, key = path.rpartition(".")
             self._scans[name].owners[owner].register_buffer(key, self._tensor(ref, None))
-        extra, in_eval = self._fill(flags["extra"]), set(flags["eval"])
+        drop_gradients(module)
+        extra = self._fill(flags["extra"])
         self._copy_planned()
-        for path, part in self._scans[name].parts:
-            part.training = path not in in_eval
+        scan = self._scans[name]
+        for path, part in scan.owners.items():
+            _set_training(part, path not in flags["eval"])
             if path in extra:
                 part.set_extra_state(extra[path])
+        for raw, part, path in scan.wrappers:
+            _set_training(part, scan.owners[path].training != (raw in flags["odd_wrappers"]))
+            if raw in extra:
+                part.set_extra_state(extra[raw])
 
     def _restore_optimizer(self, name: str, optimizer: Optimizer) -> None:
         saved = self._tree[name]
         for group, values in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             group.update(self._fill(values))
-        for parameter, parameter_name in named_parameters(name, optimizer, self._names):
+        for parameter, names in named_parameters(name, optimizer, self._names):
             parameter.grad = None
-            if parameter_name not in saved["state"]:
+            found = [(own, piece, saved["state"].get(own)) for own, piece in names]
+            if all(values is None for _, _, values in found):
                 optimizer.state.pop(parameter, None)
                 continue
-            values = self._fill(saved["state"][parameter_name], like=parameter)
             state = optimizer.state.setdefault(parameter, {})
+            own, piece, values = found[0]
+            if piece is not None:
+                pieces = [(piece, values) for _, piece, values in found if piece is not None]
+                path = f"{name}.state.{own}"
+                values = join_state(path, parameter, pieces, state, self._saved, self._plan)
+            filled = self._fill(values, like=parameter)
             state.clear()
-            state.update(values)
+            state.update(filled)
+
+    def _restore_container(self, name: str, value: Any) -> None:
+        self._tell_apart(name)
+        filled = self._fill(self._tree[name])
+        if type(filled) is not type(value):
+            raise StateError(
+                f"{name} is a {type(value).__name__} here and a {type(filled).__name__} in the"
+                " snapshot"
+            )
+        put_into(value, filled)
+
+    def _tell_apart(self, name: str) -> None:
+        """One live tensor under two names may have been two when the snapshot was taken."""
+        first: dict[int, str] = {}
+        for path in sorted(path for path in self._live if path.startswith(f"{name}.")):
+            before = first.setdefault(id(self._live[path].tensor), path)
+            if before != path and not self._have_same_bytes(before, path):
+                del self._live[path]
+
+    def _have_same_bytes(self, one: str, other: str) -> bool:
+        entries = [self._source.layout.by_name.get(name) for name in (one, other)]
+        views = [self._source.view(entry) for entry in entries if entry is not None]
+        return len(views) == 2 and views[0] == views[1]
 
     def _restore_other(self, name: str, value: Any) -> None:
         refs: list[Ref] = []
@@ -198,9 +242,7 @@ class Restoration:
 
     def _tensor(self, ref: Ref, like: Tensor | None) -> Tensor:
         """What `ref` stands for: the live tensor, or a new one like `like`; its copy is planned."""
-        entry = self._source.layout.by_name.get(ref.name)
-        if entry is None:
-            raise StateError(f"the snapshot refers to {ref.name} and has no such tensor")
+        entry = self._entry(ref)
         live, specs = self._live.get(ref.name), self._source.layout.specs
         if live is not None and live.spec == specs[ref.name] and live.ref.shards == ref.shards:
             self._plan_copy(ref.name, live.tensor)
@@ -212,13 +254,45 @@ class Restoration:
         self._plan_copy(ref.name, made)
         return made
 
-    def _plan_copy(self, name: str, target: Tensor) -> None:
+    def _plan_copy(self, name: str, target: Tensor | Part) -> None:
         entry = self._source.layout.by_name[name]
-        self._targets.append(local_of(target))
-        self._sources.append(over(self._source.view(entry), entry))
+        self._plan(local_of(target), over(self._source.view(entry), entry))
+
+    def _plan(self, target: Tensor, source: Tensor) -> None:
+        self._targets.append(target)
+        self._sources.append(source)
+
+    def _saved(self, ref: Ref) -> tuple[Tensor, bool]:
+        entry = self._entry(ref)
+        return over(self._source.view(entry), entry), entry.original_shape is not None
+
+    def _entry(self, ref: Ref) -> Entry:
+        entry = self._source.layout.by_name.get(ref.name)
+        if entry is None:
+            raise StateError(f"the snapshot refers to {ref.name} and has no such tensor")
+        return entry
 
     def _copy_planned(self) -> None:
         """All at once: a call for each tensor would cost as much as a small tensor's bytes."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
             self._targets, self._sources = [], []
+
+
+def _set_training(part: nn.Module, is_training: bool) -> None:
+    if part.training != is_training:  # a compiled module is guarded on it, and on its being set
+        part.training = is_training
+
+
+def put_into(live: Any, restored: Any) -> Any:
+    """`restored`, in `live` and the containers in it: who holds one of them sees what is new."""
+    if isinstance(live, dict) and type(live) is type(restored):
+        items = {key: put_into(live.get(key), item) for key, item in restored.items()}
+        live.clear()
+        live.update(items)
+        return live
+    if isinstance(live, list) and type(live) is type(restored):
+        before = [*live, *([None] * (len(restored) - len(live)))]
+        live[:] = [put_into(old, new) for old, new in zip(before, restored, strict=False)]
+        return live
+    return restored

@@ -13,7 +13,8 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from itertools import compress
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,10 +23,18 @@ from torch import Tensor, nn
 
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.arena import Slot
-from stepfast.checkpoint.layout import Layout, TensorSpec
+from stepfast.checkpoint.layout import Layout, TensorSpec, private_name
+from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopier
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
-from stepfast.checkpoint.tensors.naming import OWN_NAME, Objects, check_trackable, is_transparent
+from stepfast.checkpoint.tensors.naming import (
+    Objects,
+    check_trackable,
+    is_container,
+    is_transparent,
+    private_prefixes,
+)
 from stepfast.checkpoint.tensors.restoration import Restoration, Views
+from stepfast.checkpoint.tensors.staging import Staging, differing, optimizer_held
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import StateError
 
@@ -36,21 +45,32 @@ class Collected(NamedTuple):
     layout: Layout
     tensors: list[Tensor]
     plain: bytes
+    held: list[bool]  # whether only an optimizer's step changes the tensor, as far as is known
 
 
 class StateTree:
     """The tracked objects of one rank. For the thread that trains, between two steps."""
 
-    def __init__(self, objects: Objects) -> None:
-        """Raises ScriptError for a name or an object that cannot be tracked."""
+    def __init__(
+        self, objects: Objects, *, rank: int = 0, copiers: Mapping[str, Copier] | None = None
+    ) -> None:
+        """Raises ScriptError for what cannot be tracked, by name, and for state that cannot be
+        kept, by its path: now, rather than at the first snapshot.
+
+        `copiers`: by type of device, what copies beside the training; default: all there are.
+        """
         for name, value in objects.items():
             check_trackable(name, value)
         self._objects = dict(objects)
+        self.rank, self._private = rank, private_prefixes(objects)
+        default: Mapping[str, Copier] = {"cpu": ThreadCopier(), "cuda": StreamCopier()}
+        self._copiers = default if copiers is None else copiers
         self._inspector = Inspector()
         self._known: Mapping[str, Known] = {}
         self._specs: list[TensorSpec] = []
         self._layout: Layout | None = None
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
+        self.collect()
 
     @torch.no_grad()
     def collect(self) -> Collected:
@@ -61,25 +81,59 @@ class StateTree:
         specs = [known.spec for known in found.values()]
         room = self._layout is not None and self._layout.has_room_for(len(blob))
         if self._layout is None or not room or specs != self._specs:
-            self._layout, self._specs = Layout.build(specs, len(blob)), specs
-        tensors = [found[entry.name].local for entry in self._layout.entries]
-        return Collected(self._layout, tensors, blob)
+            self._layout, self._specs = Layout.build(specs, len(blob), rank=self.rank), specs
+        known = [found[entry.name] for entry in self._layout.entries]
+        ids = optimizer_held(self._objects)
+        held = [id(k.tensor) in ids and k.ref.device in self._copiers for k in known]
+        return Collected(self._layout, [k.local for k in known], blob, held)
 
     @torch.no_grad()
     def copy_into(self, slot: Slot, state: Collected) -> None:
         """Copy `state` into an unsealed slot of its layout."""
+        torch._foreach_copy_(self._targets(slot, state), state.tensors)
+        slot.write_plain(state.plain)
+
+    @torch.no_grad()
+    def stage(self, slot: Slot, state: Collected, at_boundary: Set[str]) -> Staging:
+        """Copy `state` as `copy_into` does, what optimizers hold beside the training.
+
+        The rest, and what `at_boundary` names, is in the slot when this returns.
+        """
+        entries, targets = slot.layout.entries, self._targets(slot, state)
+        later = [
+            held and entry.name not in at_boundary and not tensor.is_inference()
+            for held, entry, tensor in zip(state.held, entries, state.tensors, strict=True)
+        ]
+        now = [not is_later for is_later in later]
+        tensors = list(compress(state.tensors, later))
+        staging = Staging([entry.name for entry in compress(entries, later)], tensors)
+        torch._foreach_copy_(list(compress(targets, now)), list(compress(state.tensors, now)))
+        slot.write_plain(state.plain)
+        staging.start(slot, list(compress(targets, later)), self._copiers)
+        return staging
+
+    def held_and_different(self, slot: Slot, state: Collected) -> list[str]:
+        """What optimizers hold and is not what the slot has any more, where `state` went whole."""
+        targets = compress(self._targets(slot, state), state.held)
+        names = [entry.name for entry in compress(slot.layout.entries, state.held)]
+        found = differing(list(targets), list(compress(state.tensors, state.held)))
+        return [names[index] for index in found]
+
+    def _targets(self, slot: Slot, state: Collected) -> list[Tensor]:
         assert slot.layout.digest == state.layout.digest, "the slot is laid out for another state"
         targets = self._slot_tensors.get(slot)
         if targets is None:
             # Kept, for making them again would cost as much as a small copy; gone with their slot.
             targets = [over(slot.view(entry), entry) for entry in slot.layout.entries]
             self._slot_tensors[slot] = targets
-        torch._foreach_copy_(targets, state.tensors)
-        slot.write_plain(state.plain)
+        return targets
 
     @torch.no_grad()
-    def restore_from(self, source: Views) -> None:
-        """Bring every tracked object into the state of `source`; StateError: what does not fit."""
+    def restore_from(self, source: Views, left_alone: Set[str] = frozenset()) -> None:
+        """Bring the tracked objects into the state of `source`; StateError: what does not fit.
+
+        Objects that are `left_alone` are in no state of `source`, and stay as they are.
+        """
         try:
             tree = plain.decode(source.plain)
         except ValueError as error:
@@ -87,11 +141,17 @@ class StateTree:
         walk, sink = Walk(self._objects), self._sink()
         walk.held(sink)
         self._known = {}  # or tensors that the restored state has not would stay alive
-        Restoration(walk, sink.found, self._inspector, source, tree).run()
+        Restoration(walk, sink.found, self._inspector, source, tree, left_alone).run()
         after = Sink(self._inspector, sink.found)
         Walk(self._objects).held(after)
-        self._check_restored(after.found, source)
+        self._check_restored(after.found, source, left_alone)
         self._known = after.found
+
+    def look(self) -> tuple[Walk, Mapping[str, Known], Inspector]:
+        """What modules and optimizers hold now, by name, and who says what a tensor is."""
+        walk, sink = Walk(self._objects), self._sink()
+        walk.held(sink)
+        return walk, sink.found, self._inspector
 
     @torch.no_grad()
     def local_digests(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -99,11 +159,12 @@ class StateTree:
 
         Ranks that hold the same part of a tensor (replicas) return the same row.
         """
+        own = tuple(private_name(self.rank, part) for part in ("rng.", "modules."))
         sink = self._sink()
         Walk(self._objects).everything(sink)
         rows = []
         for name, known in sorted(sink.found.items()):
-            if not name.startswith(f"{OWN_NAME}."):
+            if not name.startswith(own):
                 raw = bytearray(known.spec.size_bytes)
                 over(memoryview(raw), known.spec).copy_(known.local)
                 digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
@@ -111,15 +172,17 @@ class StateTree:
         return rows
 
     def _sink(self) -> Sink:
-        return Sink(self._inspector, self._known)
+        return Sink(self._inspector, self._known, rank=self.rank, private=self._private)
 
-    def _check_restored(self, found: Mapping[str, Known], source: Views) -> None:
+    def _check_restored(
+        self, found: Mapping[str, Known], source: Views, left_alone: Set[str]
+    ) -> None:
         """The other half of the layout's digest: what was restored has the snapshot's shape."""
         owners = {
             name
             for name, value in self._objects.items()
-            if isinstance(value, nn.Module | Tensor) or is_transparent(value)
-        }
+            if isinstance(value, nn.Module | Tensor) or is_transparent(value) or is_container(value)
+        } - left_alone
         here = {n: known.spec for n, known in found.items() if n.partition(".")[0] in owners}
         specs = source.layout.specs
         wanted = {n: spec for n, spec in specs.items() if n.partition(".")[0] in owners}

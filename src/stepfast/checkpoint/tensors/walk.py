@@ -8,6 +8,8 @@ Invariant: RNG states are read after every `state_dict()`, for that may draw fro
 
 from __future__ import annotations
 
+import types
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stepfast.checkpoint import plain
+from stepfast.checkpoint.layout import private_name
 from stepfast.checkpoint.plain import Ref
-from stepfast.checkpoint.tensors.local import Inspector, Known
+from stepfast.checkpoint.tensors.flat import cut_state
+from stepfast.checkpoint.tensors.local import Inspector, Known, Part
 from stepfast.checkpoint.tensors.naming import (
     OWN_NAME,
     Objects,
     ParameterNames,
     Scan,
+    is_container,
+    is_schedule,
     is_transparent,
     named_parameters,
     parameter_names,
@@ -30,17 +36,31 @@ from stepfast.checkpoint.tensors.naming import (
 )
 from stepfast.errors import ScriptError
 
+_FUNCTIONS = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.WeakMethod,
+)  # fmt: skip
+
 
 class Sink:
     """Collects tensors under their names while a state is walked."""
 
-    def __init__(self, inspector: Inspector, before: Mapping[str, Known]) -> None:
-        """`before`: what an earlier walk found; used where it is still true."""
+    def __init__(
+        self,
+        inspector: Inspector,
+        before: Mapping[str, Known],
+        *,
+        rank: int = 0,
+        private: tuple[str, ...] = (),
+    ) -> None:
+        """`before`: what an earlier walk found; used where it is still true. Names that begin with
+        one of `private` are `rank`'s alone.
+        """
         self.found: dict[str, Known] = {}
+        self._rank, self._private = rank, private
         self._inspector = inspector
         self._before = before
 
-    def add(self, name: str, tensor: Tensor) -> Ref:
+    def add(self, name: str, tensor: Tensor | Part) -> Ref:
         """Take `tensor` in; the name is free."""
         known = self._before.get(name)
         if known is None or not known.is_good(tensor):
@@ -50,8 +70,10 @@ class Sink:
 
     def leaf(self, value: object, path: str) -> Ref | None:
         """For `plain.encode`."""
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor | Part):
             return value if type(value) is Ref else None
+        if path.startswith(self._private):
+            path = private_name(self._rank, path.removeprefix(f"{OWN_NAME}."))
         while path in self.found:  # {"a.b": x, "a": {"b": y}} has one path for two tensors
             path += "~"
         return self.add(path, value)
@@ -69,20 +91,19 @@ class Walk:
         """Hand every tensor to `sink`, RNGs too; return the plain values."""
         trees, modules = self._held(sink)
         for name, value in self.objects.items():
-            if not is_transparent(value) and not isinstance(
-                value, nn.Module | Tensor | torch.Generator
-            ):
-                trees[name] = value.state_dict()
+            if name not in trees and not isinstance(value, nn.Module | Tensor | torch.Generator):
+                state = value.state_dict()
+                trees[name] = _without_functions(state) if is_schedule(value) else state
         own = {"modules": modules, "rng": _rng_states(self.objects)}
         return plain.encode({**trees, OWN_NAME: own}, sink.leaf)
 
     def held(self, sink: Sink) -> None:
-        """Hand to `sink` what modules and optimizers hold; no `state_dict()` is called."""
+        """Hand to `sink` what modules, optimizers, containers hold; no `state_dict()` is called."""
         trees, modules = self._held(sink)
         plain.encode({**trees, OWN_NAME: {"modules": modules}}, sink.leaf)
 
     def _held(self, sink: Sink) -> tuple[dict[str, object], dict[str, object]]:
-        """Optimizers as trees that `plain.encode` will walk, and what is plain about modules."""
+        """Trees that `plain.encode` will walk, by object, and what is plain about modules."""
         trees: dict[str, object] = {}
         modules: dict[str, object] = {}
         for name, value in self.objects.items():
@@ -92,6 +113,8 @@ class Walk:
                 sink.add(name, value)
             elif is_transparent(value):
                 trees[name] = _optimizer_tree(name, value, self.names)
+            elif is_container(value):
+                trees[name] = value
         return trees, modules
 
 
@@ -126,24 +149,43 @@ def _module_values(scan: Scan, sink: Sink) -> dict[str, object]:
                 buffers.append(ref)
     extra = {
         path: part.get_extra_state()
-        for path, part in scan.parts
+        for path, part in (*scan.owners.items(), *((raw, part) for raw, part, _ in scan.wrappers))
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
-    in_eval = [path for path, part in scan.parts if not part.training]
-    return {"eval": in_eval, "extra": extra, "buffers": buffers}
+    in_eval = [path for path, part in scan.owners.items() if not part.training]
+    # A wrapper is, without a word, as what it wraps is: so it may be there or not.
+    odd = [raw for raw, part, path in scan.wrappers if part.training != scan.owners[path].training]
+    return {"eval": in_eval, "odd_wrappers": odd, "extra": extra, "buffers": buffers}
 
 
 def _optimizer_tree(name: str, optimizer: Optimizer, known: ParameterNames) -> dict[str, object]:
     state: dict[str, object] = {}
-    for parameter, parameter_name in named_parameters(name, optimizer, known):
-        if parameter in optimizer.state:  # looking it up would make an entry
-            state[parameter_name] = optimizer.state[parameter]
+    for parameter, names in named_parameters(name, optimizer, known):
+        if parameter not in optimizer.state:  # looking it up would make an entry
+            continue
+        values = optimizer.state[parameter]
+        for own, piece in names:
+            path = f"{name}.state.{own}"
+            state[own] = values if piece is None else cut_state(path, values, parameter, piece)
     if any(not isinstance(key, Tensor) for key in optimizer.state):
         raise ScriptError(
             f"{name} keeps state that belongs to no parameter; give it state_dict() of its own"
         )
     groups = [
-        {key: value for key, value in group.items() if key != "params"}
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _without_functions(value: object) -> object:
+    """A schedule's state without functions: they hold no state, and loading leaves them alone."""
+    if type(value) is dict:
+        return {
+            key: _without_functions(item)
+            for key, item in value.items()
+            if not isinstance(item, _FUNCTIONS)
+        }
+    if type(value) is list:
+        return [_without_functions(item) for item in value]
+    return value

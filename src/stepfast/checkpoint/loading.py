@@ -1,0 +1,255 @@
+"""Reading a committed checkpoint: whole shards or the bytes that are needed, never unverified ones.
+
+Owns: the reads of a store and the checksums of what comes; the index of who saved which part of a
+tensor. Does not own: manifests (`manifest`), where checkpoints are (`catalog`), what is needed
+(`tensors.reshard`), the choice of another checkpoint where this one is damaged.
+
+Invariants:
+- No byte leaves this module whose block's checksum was not compared with the manifest's. The plain
+  values, read by themselves, have one of their own; a header is what its layout's digest says.
+- A file that is missing, damaged or another checkpoint's is CheckpointDamaged, which names file
+  and cause. A store that cannot be reached is an OperatingError: the checkpoint may be fine.
+- Nothing is remembered beyond the object: the same name may hold another checkpoint tomorrow.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, partial
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from stepfast.checkpoint import layout as layouts
+from stepfast.checkpoint.blocks import is_right
+from stepfast.checkpoint.catalog import load_manifest
+from stepfast.checkpoint.layout import Entry, Layout
+from stepfast.checkpoint.manifest import Manifest, ShardFile, snapshot_words
+from stepfast.checkpoint.store import CheckpointStore
+from stepfast.core.terms import SnapshotId
+from stepfast.errors import StateError
+
+T = TypeVar("T")
+OnRead = Callable[[int], None]  # is told how many bytes came; what it raises ends the reading
+
+READ_THREADS = 8
+_FIRST_READ_BYTES = 64 << 10  # most headers, in one read
+
+
+class CheckpointDamaged(StateError):
+    """A checkpoint that cannot be loaded, whatever the store does; an older one may be whole."""
+
+    def __init__(self, snapshot: SnapshotId, message: str) -> None:
+        """`message` names file and cause."""
+        super().__init__(message)
+        self.snapshot = snapshot
+
+
+class Chunk(NamedTuple):
+    """One saved part of a tensor: in whose file, and where."""
+
+    rank: int
+    entry: Entry
+
+
+class StoredShard:
+    """One rank's file in memory, verified; what a restore reads from."""
+
+    def __init__(self, layout: Layout, memory: memoryview, plain: bytes) -> None:
+        """`memory`: the file."""
+        self.layout = layout
+        self.plain = plain
+        self._memory = memory
+
+    def view(self, entry: Entry) -> memoryview:
+        """The bytes of one entry."""
+        start = self.layout.data_start
+        return self._memory[start + entry.start : start + entry.end]
+
+
+class StoredCheckpoint:
+    """A checkpoint in a store. For one thread; its reads run in threads of their own."""
+
+    def __init__(self, store: CheckpointStore, manifest: Manifest) -> None:
+        """`manifest`: as `open` reads it."""
+        self.snapshot = manifest.snapshot
+        self.name = manifest.name
+        self.manifest = manifest
+        self._store = store
+        self._layouts: dict[int, Layout] = {}
+        self._files = {file.rank: file for file in manifest.files}
+
+    @classmethod
+    def open(cls, store: CheckpointStore, snapshot: SnapshotId) -> StoredCheckpoint:
+        """The committed checkpoint of `snapshot`; only its manifest is read."""
+        try:
+            return cls(store, load_manifest(store, snapshot))
+        except StateError as error:  # which names the file
+            raise CheckpointDamaged(snapshot, str(error)) from error
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks saved it."""
+        return self.manifest.world_size
+
+    @property
+    def place(self) -> str:
+        """Where it lies, for messages."""
+        return f"{self._store.url}/{self.name}"
+
+    def layout(self, rank: int) -> Layout:
+        """What `rank`'s file holds and where; its header is read once."""
+        if rank not in self._layouts:
+            self._layouts[rank] = self._read_layout(rank)
+        return self._layouts[rank]
+
+    @cached_property
+    def index(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Every saved part of every tensor by name, in the order of ranks; reads all headers."""
+        missing = [rank for rank in self._files if rank not in self._layouts]
+        reads = (partial(self._read_layout, rank) for rank in missing)
+        self._layouts.update(zip(missing, _in_parallel(reads), strict=True))
+        found: dict[str, list[Chunk]] = {}
+        for rank in range(self.world_size):
+            for entry in self._layouts[rank].entries:
+                found.setdefault(entry.name, []).append(Chunk(rank, entry))
+        return {name: tuple(chunks) for name, chunks in found.items()}
+
+    def plain(self, rank: int) -> bytes:
+        """The plain values that `rank` saved."""
+        layout, name = self.layout(rank), self._files[rank].name
+        memory = memoryview(bytearray(layout.plain.size_bytes))
+        self._fill(rank, layout.data_start + layout.plain.start, memory)
+        try:
+            return layouts.unframe_plain(memory)
+        except ValueError as error:
+            raise self._damaged(name, str(error)) from error
+
+    def read_shard(self, rank: int, on_read: OnRead | None = None) -> StoredShard:
+        """The whole file of `rank`, every byte verified; for a restore into the same layout."""
+        file = self._files[rank]
+        memory = claim(file.size_bytes)
+        starts = range(0, file.size_bytes, file.block_bytes)
+        reads = (partial(self._fill_blocks, rank, start, memory) for start in starts)
+        for size_bytes in _in_parallel(reads):
+            if on_read is not None:
+                on_read(size_bytes)
+        layout = self._checked_layout(file, bytes(memory[: self._header_bytes(file, memory)]))
+        plain = memory[layout.data_start + layout.plain.start :]
+        try:
+            return StoredShard(layout, memory, layouts.unframe_plain(plain))
+        except ValueError as error:
+            raise self._damaged(file.name, str(error)) from error
+
+    def read_ranges(
+        self, ranges: Iterable[tuple[int, int, int]], on_read: OnRead | None = None
+    ) -> Iterator[memoryview]:
+        """The bytes `start` to `end` of each (rank, start, end), verified, in that order.
+
+        Counted in the data part of the rank's file, as entries are. The blocks that the ranges lie
+        in are read whole; a few ranges are read ahead.
+        """
+        for read_bytes, memory in _in_parallel(partial(self._read_range, *r) for r in ranges):
+            if on_read is not None:
+                on_read(read_bytes)
+            yield memory
+
+    # --- one file ---------------------------------------------------------------------------------
+
+    def _read_range(self, rank: int, start: int, end: int) -> tuple[int, memoryview]:
+        file, data_start = self._files[rank], self.layout(rank).data_start
+        start, end = data_start + start, data_start + end
+        first = start - start % file.block_bytes
+        last = min(file.size_bytes, -(-end // file.block_bytes) * file.block_bytes)
+        memory = claim(last - first)
+        for block in range(first, last, file.block_bytes):
+            self._fill_blocks(rank, block, memory, base=first)
+        return last - first, memory[start - first : end - first]
+
+    def _fill_blocks(self, rank: int, start: int, memory: memoryview, *, base: int = 0) -> int:
+        """Read the block at `start` into its place in `memory`, which begins at `base`."""
+        file = self._files[rank]
+        block = memory[start - base : start - base + file.block_bytes]
+        self._fill(rank, start, block)
+        number = start // file.block_bytes
+        if not is_right(block, number, file.blocks):
+            raise self._damaged(
+                file.name,
+                f"bytes {start} to {start + len(block)} do not have the checksum that the manifest"
+                " states",
+            )
+        return len(block)
+
+    def _fill(self, rank: int, start: int, memory: memoryview) -> None:
+        file = self._files[rank]
+        try:
+            self._store.read_into(f"{self.name}/{file.name}", start, memory)
+        except StateError as error:  # which names the file
+            raise CheckpointDamaged(self.snapshot, str(error)) from error
+
+    def _read_layout(self, rank: int) -> Layout:
+        file = self._files[rank]
+        first = memoryview(bytearray(min(_FIRST_READ_BYTES, file.size_bytes)))
+        self._fill(rank, 0, first)
+        size_bytes = self._header_bytes(file, first)
+        raw = bytes(first[:size_bytes])
+        if size_bytes > len(first):
+            rest = memoryview(bytearray(size_bytes - len(first)))
+            self._fill(rank, len(first), rest)
+            raw += bytes(rest)
+        return self._checked_layout(file, raw)
+
+    def _header_bytes(self, file: ShardFile, first: memoryview) -> int:
+        try:
+            size_bytes = layouts.header_bytes(bytes(first[:8]))
+        except ValueError as error:
+            raise self._damaged(file.name, str(error)) from error
+        if size_bytes > file.size_bytes:
+            raise self._damaged(file.name, "its header is longer than the file")
+        return size_bytes
+
+    def _checked_layout(self, file: ShardFile, raw: bytes) -> Layout:
+        """The layout in a header, if it is that of this rank in this checkpoint."""
+        try:
+            layout = layouts.parse_header(raw)
+        except ValueError as error:
+            raise self._damaged(file.name, str(error)) from error
+        seal = layouts.parse_seal(raw[layouts.SEAL_START : layouts.SEAL_END], layout.digest)
+        if seal != self.snapshot:
+            raise self._damaged(
+                file.name, f"it holds {snapshot_words(seal)}, not {snapshot_words(self.snapshot)}"
+            )
+        if layout.rank != file.rank:
+            raise self._damaged(
+                file.name, f"it is rank {layout.rank}'s file, in the place of rank {file.rank}'s"
+            )
+        if (layout.digest, layout.file_bytes) != (file.layout_digest, file.size_bytes):
+            raise self._damaged(file.name, "its layout is not the one that the manifest states")
+        return layout
+
+    def _damaged(self, name: str, cause: str) -> CheckpointDamaged:
+        return CheckpointDamaged(self.snapshot, f"{self.place}/{name}: {cause}")
+
+
+def claim(size_bytes: int) -> memoryview:
+    """Zeroed memory of nobody else, given back when the last view of it is gone."""
+    memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)[:size_bytes]
+
+
+def _in_parallel(reads: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """What the reads return, in their order; at most two for each thread are under way."""
+    waiting = iter(reads)
+    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stepfast-read") as threads:
+        running: list[Future[T]] = [threads.submit(r) for r in islice(waiting, 2 * READ_THREADS)]
+        try:
+            while running:
+                done = running.pop(0).result()
+                running.extend(threads.submit(read) for read in islice(waiting, 1))
+                yield done
+        finally:
+            for future in running:
+                future.cancel()
