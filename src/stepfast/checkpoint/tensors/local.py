@@ -40,11 +40,14 @@ class _Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A run of the flattened elements of a tensor of `whole_shape`, from `start` on."""
+    """A run of the flattened elements of a tensor of `whole_shape`, from `start` on.
+
+    Or, where `start` is None, all of them, in their own shape.
+    """
 
     tensor: Tensor
     whole_shape: tuple[int, ...]
-    start: int
+    start: int | None
 
 
 class Known(NamedTuple):
@@ -74,9 +77,12 @@ class Known(NamedTuple):
     def _is_part(self, part: Part) -> bool:
         # Not by identity: parts are cut anew each time. What has their memory is the same part.
         tensor, spec = part.tensor, self.spec
+        if part.start is None:
+            is_same_run = spec.original_shape is None
+        else:
+            is_same_run = spec.original_shape == part.whole_shape and spec.offsets == (part.start,)
         return (
-            part.whole_shape == spec.original_shape
-            and (part.start,) == spec.offsets
+            is_same_run
             and tensor.shape == spec.shape
             and tensor.dtype == self.local.dtype
             and tensor.data_ptr() == self.local.data_ptr()
@@ -110,6 +116,8 @@ class Inspector:
 
     def _known_part(self, name: str, part: Part) -> Known:
         whole = self.known(name, part.tensor)
+        if part.start is None:
+            return whole
         spec = TensorSpec(
             name, whole.spec.dtype, whole.spec.shape, (math.prod(part.whole_shape),), (part.start,),
             original_shape=part.whole_shape,

@@ -28,6 +28,7 @@ from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopie
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
     Objects,
+    check_coupled,
     check_trackable,
     is_container,
     is_transparent,
@@ -61,6 +62,7 @@ class StateTree:
         """
         for name, value in objects.items():
             check_trackable(name, value)
+        check_coupled(objects)
         self._objects = dict(objects)
         self.rank, self._private = rank, private_prefixes(objects)
         default: Mapping[str, Copier] = {"cpu": ThreadCopier(), "cuda": StreamCopier()}
