@@ -28,7 +28,8 @@ from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopie
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import OWN_NAME, Objects, check_trackable, is_transparent
 from stepfast.checkpoint.tensors.restoration import Restoration, Views
-from stepfast.checkpoint.tensors.staging import Staging, differing, optimizer_held
+from stepfast.checkpoint.tensors.staging import Aliases, Staging, differing, optimizer_held
+from stepfast.checkpoint.tensors.structure import marks_of
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import StateError
 
@@ -58,6 +59,8 @@ class StateTree:
         self._inspector = Inspector()
         self._known: Mapping[str, Known] = {}
         self._specs: list[TensorSpec] = []
+        self._walk: tuple[list[object], Walk] | None = None
+        self._aliases = Aliases()
         self._layout: Layout | None = None
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
 
@@ -65,7 +68,7 @@ class StateTree:
     def collect(self) -> Collected:
         """What is there to keep now. ScriptError names the path of state that cannot be kept."""
         sink = self._sink()
-        blob = Walk(self._objects).everything(sink)
+        blob = self._present_walk().everything(sink)
         found = self._known = sink.found
         specs = [known.spec for known in found.values()]
         room = self._layout is not None and self._layout.has_room_for(len(blob))
@@ -98,7 +101,8 @@ class StateTree:
         staging = Staging([entry.name for entry in compress(entries, later)], tensors)
         torch._foreach_copy_(list(compress(targets, now)), list(compress(state.tensors, now)))
         slot.write_plain(state.plain)
-        staging.start(slot, list(compress(targets, later)), self._copiers)
+        sources = self._aliases.of(staging)
+        staging.start(slot, list(compress(targets, later)), sources, self._copiers)
         return staging
 
     def held_and_different(self, slot: Slot, state: Collected) -> list[str]:
@@ -126,7 +130,8 @@ class StateTree:
             raise StateError(str(error)) from error
         walk, sink = Walk(self._objects), self._sink()
         walk.held(sink)
-        self._known = {}  # or tensors that the restored state has not would stay alive
+        # Or tensors that the restored state has not would stay alive.
+        self._known, self._walk, self._aliases = {}, None, Aliases()
         Restoration(walk, sink.found, self._inspector, source, tree).run()
         after = Sink(self._inspector, sink.found)
         Walk(self._objects).held(after)
@@ -149,6 +154,14 @@ class StateTree:
                 digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
                 rows.append((name, known.spec.offsets, digest))
         return rows
+
+    def _present_walk(self) -> Walk:
+        marks = marks_of(self._objects)
+        if self._walk is not None and marks is not None and marks == self._walk[0]:
+            return self._walk[1]
+        walk = Walk(self._objects)
+        self._walk = None if marks is None else (marks, walk)
+        return walk
 
     def _sink(self) -> Sink:
         return Sink(self._inspector, self._known)
