@@ -1,4 +1,4 @@
-"""What the staging tests run in processes of their own: `python staging_workloads.py NAME DIRECTORY`.
+"""What the staging tests run in processes of their own: `staging_workloads.py NAME DIRECTORY`.
 
 A model large enough that a copy takes a while, trained so that its state says which step it is.
 """
@@ -91,7 +91,6 @@ def exit_while_copying(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    WORKLOADS = {
-        f.__name__: f for f in (train_until_killed, fork_while_copying, exit_while_copying)
-    }
-    WORKLOADS[sys.argv[1]](Path(sys.argv[2]))
+    for workload in (train_until_killed, fork_while_copying, exit_while_copying):
+        if workload.__name__ == sys.argv[1]:
+            workload(Path(sys.argv[2]))

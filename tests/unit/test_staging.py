@@ -504,7 +504,9 @@ class Cuda:
     def cudart(self) -> Any:
         return self
 
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+    def cudaHostRegister(  # noqa: N802 - CUDA's name
+        self, address: int, size_bytes: int, flags: int
+    ) -> int:
         self.calls.append(f"{size_bytes} bytes pinned")
         return self.pin_code
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -30,13 +31,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Staging:
     """The part of one snapshot that is copied beside the training."""
 
-    def __init__(self, names: list[str], tensors: list[Tensor]) -> None:
-        """`tensors`: the local tensors under `names`, as they are at the boundary."""
+    def __init__(self, names: list[str], tensors: list[Tensor], devices: list[str]) -> None:
+        """`tensors`: the local tensors under `names`, as they are at the boundary, on `devices`."""
         self.names = names
         self.tensors = tensors
         # No shapes: with the same memory and version, what was copied is what was there.
         self.addresses = [tensor.data_ptr() for tensor in tensors]
-        self._versions = [tensor._version for tensor in tensors]
+        self._versions = _versions(tensors)
+        self._devices = devices
         self._under_way: list[Copying] = []
 
     def start(
@@ -45,9 +47,9 @@ class Staging:
         """Begin to copy `sources`, aliases of the tensors, into `targets`."""
         try:
             for device, copier in copiers.items():
-                mine = [i for i, tensor in enumerate(sources) if tensor.device.type == device]
-                if mine:
-                    pairs = [targets[i] for i in mine], [sources[i] for i in mine]
+                mine = [each == device for each in self._devices]
+                if any(mine):
+                    pairs = list(compress(targets, mine)), list(compress(sources, mine))
                     self._under_way.append(copier.start(slot, *pairs))
         except BaseException:
             self.cancel()
@@ -85,7 +87,7 @@ class Staging:
     def changed(self) -> list[str]:
         """The tensors that were changed or given other memory since the boundary."""
         addresses = [tensor.data_ptr() for tensor in self.tensors]
-        versions = [tensor._version for tensor in self.tensors]
+        versions = _versions(self.tensors)
         if addresses == self.addresses and versions == self._versions:
             return []
         before = zip(self.addresses, self._versions, strict=True)
@@ -156,3 +158,10 @@ def _agree(target: Tensor, tensor: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_BITS[tensor.element_size()])
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # a tensor made in inference mode has none, and no optimizer updates it
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

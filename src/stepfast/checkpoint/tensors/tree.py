@@ -29,7 +29,7 @@ from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import OWN_NAME, Objects, check_trackable, is_transparent
 from stepfast.checkpoint.tensors.restoration import Restoration, Views
 from stepfast.checkpoint.tensors.staging import Aliases, Staging, differing, optimizer_held
-from stepfast.checkpoint.tensors.structure import marks_of
+from stepfast.checkpoint.tensors.structure import Structure
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import StateError
 
@@ -40,7 +40,8 @@ class Collected(NamedTuple):
     layout: Layout
     tensors: list[Tensor]
     plain: bytes
-    held: list[bool]  # whether only an optimizer's step changes the tensor, as far as is known
+    # The type of device where only an optimizer's step changes the tensor, as far as is known.
+    held: list[str]
 
 
 class StateTree:
@@ -59,7 +60,7 @@ class StateTree:
         self._inspector = Inspector()
         self._known: Mapping[str, Known] = {}
         self._specs: list[TensorSpec] = []
-        self._walk: tuple[list[object], Walk] | None = None
+        self._walk: tuple[Structure, Walk] | None = None
         self._aliases = Aliases()
         self._layout: Layout | None = None
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
@@ -76,7 +77,8 @@ class StateTree:
             self._layout, self._specs = Layout.build(specs, len(blob)), specs
         known = [found[entry.name] for entry in self._layout.entries]
         ids = optimizer_held(self._objects)
-        held = [id(k.tensor) in ids and k.ref.device in self._copiers for k in known]
+        devices = [k.ref.device if id(k.tensor) in ids else "" for k in known]
+        held = [device if device in self._copiers else "" for device in devices]
         return Collected(self._layout, [k.local for k in known], blob, held)
 
     @torch.no_grad()
@@ -92,13 +94,13 @@ class StateTree:
         The rest, and what `at_boundary` names, is in the slot when this returns.
         """
         entries, targets = slot.layout.entries, self._targets(slot, state)
-        later = [
-            held and entry.name not in at_boundary and not tensor.is_inference()
-            for held, entry, tensor in zip(state.held, entries, state.tensors, strict=True)
-        ]
-        now = [not is_later for is_later in later]
-        tensors = list(compress(state.tensors, later))
-        staging = Staging([entry.name for entry in compress(entries, later)], tensors)
+        later = list(state.held)
+        if at_boundary:
+            pairs = zip(later, entries, strict=True)
+            later = ["" if entry.name in at_boundary else device for device, entry in pairs]
+        now = [not device for device in later]
+        names = [entry.name for entry in compress(entries, later)]
+        staging = Staging(names, list(compress(state.tensors, later)), list(filter(None, later)))
         torch._foreach_copy_(list(compress(targets, now)), list(compress(state.tensors, now)))
         slot.write_plain(state.plain)
         sources = self._aliases.of(staging)
@@ -156,12 +158,10 @@ class StateTree:
         return rows
 
     def _present_walk(self) -> Walk:
-        marks = marks_of(self._objects)
-        if self._walk is not None and marks is not None and marks == self._walk[0]:
-            return self._walk[1]
-        walk = Walk(self._objects)
-        self._walk = None if marks is None else (marks, walk)
-        return walk
+        if self._walk is None or not self._walk[0].is_same():
+            roots = [value for value in self._objects.values() if isinstance(value, nn.Module)]
+            self._walk = Structure(roots), Walk(self._objects)
+        return self._walk[1]
 
     def _sink(self) -> Sink:
         return Sink(self._inspector, self._known)
