@@ -50,7 +50,7 @@ def measure(case: Case, samples: int, directory: Path) -> Measured:
     return (_stepfast if case.system == "stepfast" else _torchrun)(case, samples, directory)
 
 
-def _run(command: list[str], directory: Path, **more: str) -> None:
+def run(command: list[str], directory: Path, **more: str) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("STEPFAST_")} | more
     console = directory / "console"
     with console.open("wb") as out:
@@ -88,7 +88,7 @@ def _stepfast(case: Case, samples: int, directory: Path) -> Measured:
     command = [sys.executable, "-m", "stepfast", "run", "--nodes", "2", "--nproc-per-node", "2"]
     command += ["--job-dir", str(directory / "job")]
     command += [part for fault in faults for part in ("--fault", fault)]
-    _run([*command, str(script), "--steps", str(steps)], directory)
+    run([*command, str(script), "--steps", str(steps)], directory)
     lines = (directory / "job" / "events.jsonl").read_text().splitlines()
     return _read_events(case, samples, [json.loads(line) for line in lines])
 
@@ -146,7 +146,7 @@ def _torchrun(case: Case, samples: int, directory: Path) -> Measured:
     faults = _faults(case.kind, samples, TORCHRUN_FIRST_STEP, TORCHRUN_SPACING_STEPS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "4", "--max-restarts", str(samples)]
-    _run(
+    run(
         [*command, str(HERE / "llama_checkpointed.py")],
         directory,
         BENCH_DIR=str(directory),

@@ -61,6 +61,32 @@ class JobConfig:
     snapshot_interval_steps: int = _setting(
         1, "a snapshot every so many steps; bigger: cheaper, and a fault costs more steps"
     )
+    checkpoints: str = _setting(
+        "",
+        "where durable checkpoints go: a directory, s3://BUCKET/PREFIX, or none"
+        " (default: checkpoints/ in the job directory)",
+    )
+    checkpoint_interval_steps: int = _setting(
+        0, "make every so-many-th step durable; 0: not by steps; the last step always is"
+    )
+    checkpoint_interval_s: float = _setting(
+        600.0,
+        "make a step durable every so often, seconds; 0: not by time; too big: what is lost with a"
+        " node's memory",
+    )
+    keep_checkpoints: int = _setting(
+        2, "how many of the newest checkpoints are kept; 1 leaves none to fall back to"
+    )
+    keep_every_steps: int = _setting(
+        0, "keep checkpoints of every so-many-th step for good; 0: none"
+    )
+    checkpoint_bytes_per_s: float | None = _setting(
+        None,
+        "each rank's limit on writing, bytes a second (default: what the store takes)",
+    )
+    on_damage: str = _setting(
+        "fall-back", "fall-back, or stop: what is done where the newest checkpoint is damaged"
+    )
     device: str = _setting("auto", "cpu, cuda, or auto")
     memory_dir: str = _setting("/dev/shm", "a memory-backed directory for the snapshot slots")
     preload: tuple[str, ...] = _setting((), "more modules for the zygote to import")
@@ -83,6 +109,7 @@ class JobConfig:
 _CHOICES = {
     "recovery": ("off", "report", "on"),
     "hang": ("recover", "report"),
+    "on_damage": ("fall-back", "stop"),
     "device": ("auto", "cpu", "cuda"),
 }
 _AT_LEAST = {
@@ -90,6 +117,10 @@ _AT_LEAST = {
     "nproc_per_node": 1,
     "restarts_per_hour": 0,
     "snapshot_interval_steps": 1,
+    "checkpoint_interval_steps": 0,
+    "checkpoint_interval_s": 0,
+    "keep_checkpoints": 1,
+    "keep_every_steps": 0,
 }
 SETTINGS = {f.name: f for f in fields(JobConfig)}
 

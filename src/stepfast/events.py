@@ -76,6 +76,7 @@ class GenerationOpened(_Event, frozen=True, kw_only=True):
     pids: dict[int, int]
     incarnations: dict[int, int]
     kept: bool
+    source: str = "memory"  # "memory", "checkpoint", or "nothing" where `step` is None
 
 
 class GenerationRunning(_Event, frozen=True, kw_only=True):
@@ -117,6 +118,33 @@ class Recovered(_Event, frozen=True, kw_only=True):
     restore_s: float
     first_step_s: float
     total_s: float
+
+
+class CheckpointCommitted(_Event, frozen=True, kw_only=True):
+    """A checkpoint exists from now on. `seconds` took its commit alone, not the writing before."""
+
+    step: int
+    generation: int
+    name: str
+    size_bytes: int
+    seconds: float
+
+
+class CheckpointLost(_Event, frozen=True, kw_only=True):
+    """A checkpoint that was being written will never exist; training went on."""
+
+    step: int
+    generation: int
+    rank: int | None
+    reason: str
+
+
+class CheckpointRejected(_Event, frozen=True, kw_only=True):
+    """A committed checkpoint was read, and is damaged."""
+
+    step: int
+    generation: int
+    reason: str
 
 
 class StepLogged(_Event, frozen=True, kw_only=True):
@@ -165,6 +193,9 @@ Event = (
     | GenerationOpened
     | GenerationRunning
     | Recovered
+    | CheckpointCommitted
+    | CheckpointLost
+    | CheckpointRejected
     | StepLogged
     | Note
     | Dropped

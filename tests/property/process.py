@@ -16,12 +16,15 @@ from stepfast.core.messages import (
     LoggedStep,
     PhaseBegan,
     ProbeAnswer,
+    RankCheckpointAt,
     RankFinish,
     RankLeave,
     RankLogged,
     RankProbe,
     RankResumed,
+    RankSealed,
     RankStart,
+    RankUnpin,
     TensorDigest,
 )
 from stepfast.core.outputs import (
@@ -46,6 +49,7 @@ from stepfast.core.rank import (
 from stepfast.core.terms import Generation, Rank, SnapshotId, Step
 from stepfast.core.timeouts import FIRST_TURN, TURN
 from stepfast.runtime.driver import Driver
+from stepfast.train.pins import Pins
 
 if TYPE_CHECKING:
     from property.world import Agent, World
@@ -103,6 +107,7 @@ class Process:
         self.where = Whereabouts.USER
         self.epoch = 0  # what the main thread had planned before is void
         self.state_of_step: tuple[int, ...] = ()
+        self.pins = Pins()
         self.up: list[Any] = []
         self.down_at = 0.0
         state = ProcessState(pid=self.pid, interrupt_grace_s=0.03)
@@ -154,6 +159,9 @@ class Process:
 
     def _hear(self, message: Any) -> None:
         if self.is_numb:
+            return
+        if isinstance(message, RankCheckpointAt | RankUnpin):
+            self.pins.hear(message)
             return
         if not isinstance(message, RankProbe):
             self.feed(Ordered(message))
@@ -242,6 +250,7 @@ class Process:
 
     def _form(self, order: RankStart) -> None:
         self.order, self.turns = order, 0
+        self.pins.begin(order.settings.checkpoints, order.pinned)
         self.step = order.step or Step(0)
         self.world.watcher.entered(self, order)
         groups = self.world.groups
@@ -268,11 +277,14 @@ class Process:
         held = self.world.slots[self.rank]
         if order.source is not None:
             self.state_of_step = self.world.watcher.restored(self, order.source)
+        if order.checkpoint is not None:
+            self.state_of_step = self.world.store.committed[order.checkpoint][self.rank]
         if order.step is not None:
             for snapshot in [s for s in held if _is_void(s, order)]:
                 del held[snapshot]
         if order.source is None:
-            self.state_of_step = ()
+            if order.checkpoint is None:
+                self.state_of_step = ()
             self._seal(self.step)
         resumed = RankResumed(
             generation=order.generation,
@@ -319,10 +331,15 @@ class Process:
         self.where = Whereabouts.USER
         if self._leaves_at_safe_point():
             return
-        held = self.world.slots[self.rank]
-        if len(held) >= SLOTS_PER_RANK:
-            del held[min(held)]
+        self._free_a_slot()
         self.after(self.world.delay(0.0005, 0.004), self._turn_ended)
+
+    def _free_a_slot(self) -> None:
+        held = self.world.slots[self.rank]
+        slots = SLOTS_PER_RANK + (1 if self.order.settings.checkpoints.url else 0)
+        while len(held) >= slots:
+            free = set(held) - {max(held)} - self.pins.held()
+            del held[min(free)]
 
     def _turn_ended(self) -> None:
         self.step = Step(self.step + 1)
@@ -340,7 +357,11 @@ class Process:
         self._turn()
 
     def _seal(self, step: Step) -> None:
-        self.world.slots[self.rank][SnapshotId(self._generation, step)] = self.state_of_step
+        snapshot = SnapshotId(self._generation, step)
+        is_due = self.pins.is_due(step) and self.pins.try_pin(snapshot)
+        self.world.slots[self.rank][snapshot] = self.state_of_step
+        if is_due:
+            self._send(RankSealed(snapshot=snapshot))
         self.world.watcher.sealed(self.rank, step)
 
     def _return(self) -> None:

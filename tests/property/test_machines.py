@@ -25,6 +25,8 @@ SHAPES = (
     Shape(nodes=1, nproc_per_node=1, steps=10),
     Shape(nodes=1, nproc_per_node=3, steps=10),
     Shape(nodes=3, nproc_per_node=1, steps=10),
+    Shape(nodes=2, nproc_per_node=2, steps=10, checkpoint_every=3),
+    Shape(nodes=3, nproc_per_node=1, steps=10, checkpoint_every=0),
 )
 KINDS = (
     "kill",
@@ -41,6 +43,7 @@ KINDS = (
     "agent stopped",
     "freeze",
     "coordinator",
+    "memory",
 )
 # Seeds that once failed, and what was wrong. What a seed does changes with the world; the cases
 # themselves stand as tests of the machines in tests/unit/core.
@@ -67,7 +70,7 @@ def strike(world: World, kind: str) -> None:
     if kind == "coordinator":
         world.restart_coordinator(chance.choice((0.1, 0.5, 3.0)))
         return
-    if kind in ("store", "fork", "cut", "agent", "agent stopped", "freeze"):
+    if kind in ("store", "fork", "cut", "agent", "agent stopped", "freeze", "memory"):
         strike_node(world, kind, agent.node_id)
         return
     if not living:
@@ -106,6 +109,9 @@ def strike_node(world: World, kind: str, node_id: NodeId) -> None:
             world.replace_agent(node_id, after_s, in_order=False)
         case "agent stopped":
             world.replace_agent(node_id, world.random.choice((5.0, 14.0)), in_order=True)
+        case "memory":
+            if world.store.committed:  # or all that the job did would be lost, and it would end
+                world.lose_memory(node_id, world.random.choice((0.1, 1.0)))
         case "freeze":
             agent.freeze(world.random.choice((0.2, 2.0, 12.0)))
 
@@ -142,6 +148,9 @@ def check_end(world: World) -> None:
     assert end.status == "finished", end
     assert end.exit_code == EXIT_FINISHED
     assert end.steps == world.shape.steps
+    if world.shape.checkpoint_every is not None:
+        newest = max(world.store.committed)
+        assert newest.step == world.shape.steps, "finished without its last step"
     assert not watcher.open_incident, "an incident without its record"
     world.run(until_s=world.now + ENDS_WITHIN_S)
     if world.living():  # code behind the function has an hour; the user has not
@@ -149,6 +158,38 @@ def check_end(world: World) -> None:
         world.run(until_s=world.now + ENDS_WITHIN_S)
     assert not world.living(), "processes are left"
     assert world.is_coordinator_over
+
+
+def stop(world: World) -> None:
+    if world.is_coordinator_away:
+        world.at(0.05, lambda: stop(world))
+    else:
+        world.driver.feed(StopRequested("SIGTERM", 143))
+
+
+def run_stopped(seed: int) -> World:
+    """The user stops the job at some time; accidents happen before and meanwhile."""
+    world = World(seed, SHAPES[-1 - seed % 2])
+    if seed % 3 == 0:
+        plan(world, seed)
+    at_s = random.Random(f"stop {seed}").uniform(0.3, 1.5)
+    world.at(at_s, lambda: stop(world))
+    world.run(until_s=LIVENESS_S)
+    return world
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_TEST * 2))
+def test_a_job_that_is_stopped_leaves_its_newest_state_durable_or_in_memory(first: int):
+    for seed in range(first, first + SEEDS_PER_TEST * 2):
+        world = run_stopped(seed)
+        (end,) = world.watcher.ends
+        assert world.is_over, f"seed {seed}: {world.phase()}"
+        if end.status == "finished" or not world.watcher.reached:
+            continue
+        common = set.intersection(*({s.step for s in h} for h in world.slots.values()))
+        durable = max((c.step for c in world.store.committed), default=0)
+        kept = world.driver.state.end.keep_memory
+        assert kept or durable >= max(common, default=0), f"seed {seed}"
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_TEST))

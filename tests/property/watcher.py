@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from stepfast.core.faults import FaultKind
 from stepfast.core.messages import FaultReported, Interrupt, StartGeneration
 from stepfast.core.node_state import NodeState
+from stepfast.core.outputs import WriteSlot
 from stepfast.core.rank import Place
 from stepfast.core.recovery import Lineage
 from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
@@ -38,6 +39,8 @@ class Watcher:
         self.reached: dict[Rank, Step] = {}
         self.ordered: dict[Rank, int] = {}
         self.logged: list[int] = []
+        self.memory_is_lost = False  # of a whole machine, once
+        self.slots_taken = 0
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -52,7 +55,7 @@ class Watcher:
                 assert self.open_incident, "recovered from nothing"
                 self.open_incident = False
                 self.recovered.append(event)
-                assert event.steps_lost <= 1, event
+                assert event.steps_lost <= 1 or self.memory_is_lost, event
                 assert event.survivors_kept_pid, event
             case GenerationOpened():
                 self._opened(event)
@@ -77,6 +80,8 @@ class Watcher:
 
     def _opened(self, event: GenerationOpened) -> None:
         assert event.generation == self.generation + 1, "generations grow by one"
+        if event.source == "checkpoint":
+            assert self.memory_is_lost, "memory was there, and storage was read"
         self.generation = Generation(event.generation)
         self.lineage = self.lineage.opened(self.generation, Step(event.step or 0))
         inside = [p.rank for p in self.world.living() if p.place in _IN_A_GENERATION]
@@ -84,7 +89,9 @@ class Watcher:
         dead = self.reported_dead & {(Rank(r), i) for r, i in event.incarnations.items()}
         assert not dead, f"generation {event.generation} opens with the dead {dead}"
         lost = min(self.reached.values(), default=Step(0)) - (event.step or 0)
-        assert lost <= 1, f"generation {event.generation} resumes {lost} steps back"
+        assert lost <= 1 or self.memory_is_lost, (
+            f"generation {event.generation} resumes {lost} steps back"
+        )
 
     def heard(self, message: Any) -> None:
         """What the job is about to be told."""
@@ -96,7 +103,10 @@ class Watcher:
     def told(self, node: NodeId, message: Any) -> None:
         match message:
             case StartGeneration(generation=generation, step=step, sources=sources):
-                if generation != self.told_generation:  # later ones are the same order again
+                if message.checkpoint is not None:
+                    assert message.checkpoint in self.world.store.committed
+                    assert message.checkpoint.step == step
+                elif generation != self.told_generation:  # later ones are the same order again
                     self.told_generation = generation
                     self._check_sources(step, sources)
             case Interrupt(replace=replacements):
@@ -125,6 +135,12 @@ class Watcher:
         held = self.world.slots[process.rank]
         assert source in held, f"rank {process.rank} holds {sorted(held)}, not {source}"
         return held[source]
+
+    def slot_taken(self, order: WriteSlot) -> None:
+        """A slot that was being written is no more: its machine is gone, or its rank had returned
+        and was made to go on.
+        """
+        self.slots_taken += 1
 
     def sealed(self, rank: Rank, step: Step) -> None:
         self.reached[rank] = max(step, self.reached.get(rank, Step(0)))

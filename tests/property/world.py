@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from property.durable import WorldStore
 from property.process import Process
 from property.watcher import Watcher
 from stepfast.core import job, node
+from stepfast.core.durable import CheckpointSettings
 from stepfast.core.job_state import FromNode, JobState, NodeConnectionLost, Phase, Tick
 from stepfast.core.messages import (
     Hello,
@@ -41,9 +43,11 @@ from stepfast.core.node_state import (
     StoreReady,
 )
 from stepfast.core.outputs import (
+    CommitShards,
     EndProcess,
     ForkRank,
     KillRank,
+    ListCheckpoints,
     OpenStore,
     Output,
     Persist,
@@ -51,6 +55,7 @@ from stepfast.core.outputs import (
     SendToCoordinator,
     SendToNode,
     SendToRank,
+    WriteSlot,
 )
 from stepfast.core.placement import ranks_of
 from stepfast.core.policy import Budget
@@ -73,6 +78,7 @@ class Shape:
     nodes: int = 2
     nproc_per_node: int = 2
     steps: int = 10
+    checkpoint_every: int | None = None  # None: no store; 0: the last step alone
 
 
 def settings_of(shape: Shape) -> JobSettings:
@@ -92,6 +98,16 @@ def settings_of(shape: Shape) -> JobSettings:
         memory_dir="memory",
         preload=(),
         faults=(),
+        checkpoints=_checkpoints_of(shape),
+    )
+
+
+def _checkpoints_of(shape: Shape) -> CheckpointSettings:
+    if shape.checkpoint_every is None:
+        return CheckpointSettings()
+    interval_s = 0.0 if shape.checkpoint_every else 0.3
+    return CheckpointSettings(
+        url="store", interval_steps=shape.checkpoint_every, interval_s=interval_s
     )
 
 
@@ -203,6 +219,8 @@ class Agent:
                     )
             case OpenStore():
                 world.at(world.delay(0.001, 0.05), self._open_store)
+            case ListCheckpoints() | WriteSlot() | CommitShards():
+                world.store.perform(self, output)
             case EndProcess():
                 self.cut_for_good()
             case _:
@@ -286,6 +304,7 @@ class World:
         self.timeouts = timeouts
         self.is_coordinator_away = False
         self.watcher = Watcher(self)
+        self.store = WorldStore(self)
         self.driver: Driver[JobState, Any] = Driver(job.step, self._first_state(), self, self)
         self.agents: dict[NodeId, Agent] = {}
         for n in range(self.shape.nodes):
@@ -436,6 +455,15 @@ class World:
         else:
             agent.die()
         self.at(after_s, come)
+
+    def lose_memory(self, node_id: NodeId, after_s: float) -> None:
+        """The machine is replaced: a fresh agent, empty slots."""
+        if not self.agents[node_id].is_alive or self.agents[node_id].is_frozen:
+            return
+        self.watcher.memory_is_lost = True
+        self.replace_agent(node_id, after_s, in_order=False)
+        for rank in self.ranks_of(node_id):
+            self.slots[rank].clear()
 
     def restart_coordinator(self, after_s: float) -> None:
         """The coordinator is killed; the next one has its journal, and what agents report."""

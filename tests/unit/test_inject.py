@@ -72,8 +72,14 @@ def test_what_fires_is_noted_with_its_time_before_it_strikes(tmp_path):
     assert "exception at forward of step 3 t=" in text
 
 
-def test_the_recovery_point_waits_for_the_first_recovery_at_or_behind_its_step(tmp_path):
+def test_the_recovery_point_waits_for_the_recovery_of_a_fault_at_its_step_or_behind(tmp_path):
+    """Which resumes from the step before where a rank had not completed it."""
+    for resumed in (4, 5):
+        with pytest.raises(InjectedFaultError):
+            injector(tmp_path / str(resumed), "exception@rank=0,step=5,at=recovery").reach(
+                "recovery", resumed
+            )
     armed = injector(tmp_path, "exception@rank=0,step=5,at=recovery")
-    armed.reach("recovery", 4)
+    armed.reach("recovery", 3)
     with pytest.raises(InjectedFaultError):
         armed.reach("recovery", 6)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepfast.agent.durable import DurableWork
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
 from stepfast.agent.tail import LogTail, log_tail
 from stepfast.checkpoint.arena import sealed_slots
@@ -50,13 +51,16 @@ from stepfast.core.node_state import (
     StoreReady,
 )
 from stepfast.core.outputs import (
+    CommitShards,
     EndProcess,
     ForkRank,
     KillRank,
+    ListCheckpoints,
     OpenStore,
     Output,
     SendToCoordinator,
     SendToRank,
+    WriteSlot,
 )
 from stepfast.core.terms import NodeId, Rank, SnapshotId
 from stepfast.errors import OperatingError, StepfastError
@@ -67,6 +71,7 @@ from stepfast.runtime.spawning import RankLaunch
 from stepfast.runtime.transport import CoordinatorLink
 from stepfast.runtime.wire import AGENT_TO_RANK, RANK_TO_AGENT
 
+KEPT_MARK = "kept"  # beside the nodes' slots: they hold what could not be made durable
 _TICK_S = 0.02
 _LOOK_S = 0.05  # how often the logs are shown
 _READY_LIMIT_S = 120.0  # a zygote imports torch: seconds, on a cold disk a minute
@@ -109,6 +114,7 @@ class Agent:
         self._clock = clock
         self._tail = LogTail(show)
         self._processes: NodeProcesses | None = None
+        self._durable: DurableWork | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._rank_of_pid: dict[int, tuple[Rank, int]] = {}
         self._process_of: dict[Rank, RankProcess] = {}
@@ -157,12 +163,17 @@ class Agent:
         if self._processes is not None:
             await self._processes.close(_CLOSE_GRACE_S)
         self._tail.finish()
-        if self._driver.state.is_job_over and self._settings is not None:
-            # An orderly end of the job leaves nothing; a node that only left may be needed again.
-            slot_root = Path(self._driver.state.slot_root)
-            shutil.rmtree(slot_root, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                slot_root.parent.rmdir()  # goes with the last node
+        if self._settings is None or not self._driver.state.is_job_over:
+            return  # a node that only left may be needed again
+        slot_root = Path(self._driver.state.slot_root)
+        finish = self._driver.state.finish
+        if finish is not None and finish.keep_memory:
+            (slot_root.parent / KEPT_MARK).touch(mode=0o600)
+            return
+        # An orderly end of the job leaves nothing.
+        shutil.rmtree(slot_root, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            slot_root.parent.rmdir()  # goes with the last node
 
     async def _tick(self) -> None:
         looked_at = 0.0
@@ -217,6 +228,7 @@ class Agent:
         slot_root = Path(settings.memory_dir) / job / f"node-{self._node_id}"
         slot_root.parent.mkdir(mode=0o700, exist_ok=True)
         slot_root.mkdir(mode=0o700, exist_ok=True)
+        (slot_root.parent / KEPT_MARK).unlink(missing_ok=True)
         log_root = Path(settings.job_dir) / "logs"
         log_root.mkdir(parents=True, exist_ok=True)
         self._driver.state = node.with_places(self._driver.state, str(slot_root), str(log_root))
@@ -236,6 +248,7 @@ class Agent:
             preload_names=settings.preload,
         )
         self._processes.start()
+        self._durable = DurableWork(settings, slot_root, self._feed)
         self._settings = settings
 
     def _note(self, topic: str, text: str) -> None:
@@ -308,11 +321,23 @@ class Agent:
                     self._end(self._process_of[rank].pid)
             case OpenStore():
                 self._spawn(asyncio.create_task(self._open_store()))
+            case ListCheckpoints() | WriteSlot() | CommitShards():
+                self._in_store(output)
             case EndProcess(exit_code):
                 if not self._exit.done():
                     self._exit.set_result(exit_code)
             case _:
                 raise AssertionError(f"not a node's output: {output}")
+
+    def _in_store(self, order: ListCheckpoints | WriteSlot | CommitShards) -> None:
+        assert self._durable is not None, "the store is named by the welcome"
+        match order:
+            case ListCheckpoints():
+                self._durable.list_checkpoints()
+            case WriteSlot():
+                self._durable.write(order)
+            case CommitShards():
+                self._durable.commit(order)
 
     def _end(self, pid: int) -> None:
         assert self._processes is not None, "ranks exist, so processes do"

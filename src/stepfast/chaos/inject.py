@@ -96,12 +96,12 @@ class Injector:
         return bool(self._pending)
 
     def reach(self, point: str, step: int) -> None:
-        """Fire what is due here. `recovery` is reached with the step that is resumed from."""
+        """Fire what is due here. `recovery` is reached with the step that is resumed from: that of
+        the fault or the one before, for a rank may not have completed it.
+        """
         for index, spec in list(self._pending):
-            due = spec.at == point and (
-                spec.step == step or (point == "recovery" and step >= spec.step)
-            )
-            if due and self._mark(index):
+            is_reached = step == spec.step or (point == "recovery" and step >= spec.step - 1)
+            if spec.at == point and is_reached and self._mark(index):
                 self._pending.remove((index, spec))
                 self._fire(spec)
 

@@ -28,6 +28,10 @@ from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import OperatingError
 
 SLOT_COUNT_MAX = 16
+SLOTS_WITH_OVERLAP = 3
+"""While one is being filled beside the training, the newest sealed one and the newest that all
+ranks hold stay: with two, ranks that are a step apart would have none in common.
+"""
 _SEAL = slice(layouts.SEAL_START, layouts.SEAL_END)
 _OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -52,6 +56,11 @@ class Slot:
     def snapshot(self) -> SnapshotId | None:
         """What the seal says now; None while there is none."""
         return layouts.parse_seal(self._mapped[_SEAL], self.layout.digest)
+
+    @property
+    def memory(self) -> memoryview:
+        """The whole file's bytes; they keep the mapping alive."""
+        return memoryview(self._mapped)
 
     def unseal(self) -> None:
         self._mapped[_SEAL] = layouts.UNSEALED
@@ -106,8 +115,11 @@ class Arena:
         """From now on hand out slots of `layout`; space of slots not there yet is claimed at once.
 
         Existing slots are re-laid when `free_slot` hands them out, so that sealed ones stay until
-        then. Raises OperatingError where the memory is too small.
+        then. Raises OperatingError where the memory is too small for all of them; no slot has
+        changed by then.
         """
+        if self._layout is None or not self._layout.serves(layout):
+            self._check_room(layout)
         self._layout = layout
         for index, slot in enumerate(self._slots):
             if slot is None:
@@ -160,13 +172,21 @@ class Arena:
         finally:
             os.close(descriptor)
 
+    def _check_room(self, layout: Layout) -> None:
+        """All slots will be laid out so, one by one: what they will need must be there now."""
+        sizes = [_claimed_bytes(path) for path in self._paths]
+        wanted = needed_bytes(layout, 1)
+        if sum(max(0, wanted - size) for size in sizes) > free_bytes(self.directory):
+            raise self._no_room(layout)
+
     def _no_room(self, layout: Layout) -> OperatingError:
-        total = needed_bytes(layout, len(self._paths))
+        total, count = needed_bytes(layout, len(self._paths)), len(self._paths)
+        overlap = " (the third one lets training go on while a snapshot is copied)"
         return OperatingError(
-            f"no room for a snapshot slot: {layout.file_bytes} bytes needed ({total} for"
-            f" {len(self._paths)} slots), {free_bytes(self.directory)} bytes free in"
-            f" {self.directory}; enlarge that memory (docker --shm-size, an emptyDir's sizeLimit),"
-            " or run fewer ranks per node"
+            f"no room for snapshots: {layout.file_bytes} bytes needed for one slot and {total} for"
+            f" the {count} of this rank{overlap if count == SLOTS_WITH_OVERLAP else ''},"
+            f" {free_bytes(self.directory)} bytes free in {self.directory}; enlarge that memory"
+            " (docker --shm-size, an emptyDir's sizeLimit), or run fewer ranks per node"
         )
 
 
@@ -178,6 +198,13 @@ def needed_bytes(layout: Layout, slot_count: int) -> int:
 def free_bytes(directory: Path) -> int:
     """What the file system of `directory` has left for us."""
     return (room := os.statvfs(directory)).f_bavail * room.f_frsize
+
+
+def _claimed_bytes(path: Path) -> int:
+    try:
+        return os.lstat(path).st_blocks * 512
+    except OSError:  # not there yet
+        return 0
 
 
 def sealed_slots(directory: Path) -> list[SealedSlot]:

@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from stepfast.checkpoint.blocks import is_whole
+from stepfast.core.durable import ShardFile as ShardFile
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import StateError
 
@@ -31,23 +32,6 @@ _CHECK_END = b'",'
 _NAME = re.compile(r"step-(\d+)-gen-(\d+)")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIGEST = re.compile(rf"{DIGEST_PREFIX}[0-9a-f]{{32}}")
-
-
-class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's file, as it was written.
-
-    `name` is relative to the checkpoint's directory; `digest` is of all its bytes, `layout_digest`
-    that of the slot's layout. `blocks` has the checksums of its blocks of `block_bytes` (the last
-    one is shorter), one behind the other, so that a part of the file can be verified.
-    """
-
-    rank: int
-    name: str
-    size_bytes: int
-    digest: str
-    layout_digest: str
-    block_bytes: int
-    blocks: str
 
 
 class TensorInfo(msgspec.Struct, frozen=True):

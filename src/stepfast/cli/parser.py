@@ -25,6 +25,13 @@ _JOB = (
     "heartbeat_interval_s",
     "restarts_per_hour",
     "snapshot_interval_steps",
+    "checkpoints",
+    "checkpoint_interval_steps",
+    "checkpoint_interval_s",
+    "keep_checkpoints",
+    "keep_every_steps",
+    "checkpoint_bytes_per_s",
+    "on_damage",
     "device",
     "memory_dir",
     "preload",
@@ -99,6 +106,7 @@ def _command(
 def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
     run = _command(commands, "run", "Run a whole cluster on this machine.", _RUN_EXAMPLES)
     _add_settings(run, _RUN)
+    _add_strict(run)
     _add_script(run)
 
 
@@ -106,6 +114,7 @@ def _add_coordinator(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "Run the coordinator of a job."
     coordinator = _command(commands, "coordinator", text, _COORDINATOR_EXAMPLES)
     _add_settings(coordinator, _COORDINATOR)
+    _add_strict(coordinator)
     coordinator.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
     coordinator.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
     coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
@@ -175,6 +184,17 @@ def _add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> No
             action="append" if repeatable else "store",
             help=shown.replace("%", "%%"),
         )
+
+
+def _add_strict(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--strict",
+        dest="on_damage",
+        action="store_const",
+        const="stop",
+        default=argparse.SUPPRESS,
+        help="the same as --on-damage stop",
+    )
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:

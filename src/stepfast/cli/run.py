@@ -18,15 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from stepfast.agent.daemon import KEPT_MARK
 from stepfast.cli.serve import listen, new_job_dir
 from stepfast.config import JobConfig
+from stepfast.core.durable import DRAIN_LIMIT_S
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.runtime.descendants import ProcessTable, try_signal
 from stepfast.runtime.lines import LineWriter
 from stepfast.runtime.spawning import become_subreaper
 
-_STOP_LIMIT_S = 8.0  # from the first signal; then everything is killed
+# From the first signal; then everything is killed. What is in memory is made durable meanwhile.
+_STOP_LIMIT_S = 8.0 + DRAIN_LIMIT_S
 _HURRY_LIMIT_S = 1.0  # from the second one
 _AGENTS_LIMIT_S = 6.0  # agents may outlive the coordinator by so much
 _RESTARTS_MAX = 5
@@ -268,12 +271,15 @@ def _flags_of(config: JobConfig) -> list[str]:
 
 
 def _remove_slots(config: JobConfig, job_dir: Path) -> None:
-    """An orderly end leaves no shared memory, also where an agent had to be killed."""
+    """An orderly end leaves no shared memory, also where an agent had to be killed; but what could
+    not be made durable stays for the next run.
+    """
     id_file = job_dir / "job-id"
     if id_file.exists():
         job_id = id_file.read_text().strip()
         slots = Path(config.memory_dir) / f"stepfast-{os.getuid()}-{job_id}"
-        shutil.rmtree(slots, ignore_errors=True)
+        if not (slots / KEPT_MARK).exists():
+            shutil.rmtree(slots, ignore_errors=True)
 
 
 def _check_memory_dir(path: Path) -> None:

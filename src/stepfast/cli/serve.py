@@ -20,6 +20,7 @@ from stepfast.agent.daemon import Agent, Script
 from stepfast.config import JobConfig, split_address
 from stepfast.coordinator.journal import EVENTS_FILE, Journal, read_events
 from stepfast.coordinator.server import JobServer
+from stepfast.core.durable import CheckpointSettings
 from stepfast.core.job_state import JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
 from stepfast.core.policy import Budget
@@ -33,6 +34,7 @@ from stepfast.runtime.clock import SystemClock
 from stepfast.runtime.lines import LineWriter
 
 SUMMARY_FILE = "summary.json"
+CHECKPOINTS_DIRECTORY = "checkpoints"
 _PLAIN_PROGRESS_INTERVAL_S = 10.0
 _EXIT_AFTER_SIGNAL = 128
 
@@ -176,6 +178,7 @@ def _first_state(
         memory_dir=config.memory_dir,
         preload=config.preload,
         faults=config.fault,
+        checkpoints=_checkpoint_settings(config, job_dir),
     )
     timeouts = timeouts_of(settings)
     history = journal.history
@@ -193,6 +196,21 @@ def _first_state(
         phase=Phase.FORMING if end is None else Phase.ENDING,
         end=None if end is None else _end_again(end, now),
         came_back=is_restarted,
+    )
+
+
+def _checkpoint_settings(config: JobConfig, job_dir: Path) -> CheckpointSettings:
+    if config.checkpoints == "none":
+        return CheckpointSettings()
+    url = config.checkpoints or str(job_dir / CHECKPOINTS_DIRECTORY)
+    return CheckpointSettings(
+        url=url if "://" in url else str(Path(url).resolve()),
+        interval_steps=config.checkpoint_interval_steps,
+        interval_s=config.checkpoint_interval_s,
+        keep_last=config.keep_checkpoints,
+        keep_every_steps=config.keep_every_steps,
+        bytes_per_s_max=config.checkpoint_bytes_per_s,
+        is_strict=config.on_damage == "stop",
     )
 
 

@@ -40,6 +40,7 @@ class ErrorClass(StrEnum):
     DEVICE = "device"
     MEMORY = "memory"
     IO = "io"
+    CHECKPOINT = "checkpoint"  # a committed checkpoint is damaged: another one may be whole
 
 
 class ExceptionReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepfast.core import job_faults, job_hangs, job_opening
+from stepfast.core import job_durable, job_faults, job_hangs, job_opening
 from stepfast.core.incident import recovered_event
 from stepfast.core.job_state import (
+    Drain,
     FromNode,
     JobInput,
     JobState,
@@ -29,6 +30,9 @@ from stepfast.core.membership import is_fresh
 from stepfast.core.messages import (
     PROTOCOL_VERSION,
     Bye,
+    CheckpointFailed,
+    CheckpointMissed,
+    CommitDone,
     EvidenceGiven,
     FaultReported,
     FirstStepDone,
@@ -40,6 +44,8 @@ from stepfast.core.messages import (
     RankResumed,
     RankReturned,
     RankState,
+    ShardWritten,
+    StoreRefused,
     Welcome,
 )
 from stepfast.core.outputs import EndProcess, Output
@@ -102,6 +108,10 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
             _rank_progress(turn, node, message)
         case Heartbeat():
             _heartbeat(turn, message)
+        case ShardWritten() | CheckpointFailed() | CheckpointMissed() | CommitDone():
+            _checkpoint(turn, message)
+        case StoreRefused():
+            job_durable.refused(turn, message)
         case Noted():
             turn.record(
                 Note(topic=message.topic, text=message.text, node=message.node, rank=message.rank)
@@ -110,6 +120,20 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
             turn.update(membership=turn.state.membership.said_goodbye(node))
             if message.failed:
                 turn.failed_after_the_end(message.failed)
+
+
+def _checkpoint(
+    turn: Turn, message: ShardWritten | CheckpointFailed | CheckpointMissed | CommitDone
+) -> None:
+    match message:
+        case ShardWritten():
+            job_durable.shard_written(turn, message)
+        case CheckpointFailed():
+            job_durable.failed(turn, message)
+        case CheckpointMissed():
+            job_durable.missed(turn, message)
+        case CommitDone():
+            job_durable.committed(turn, message)
 
 
 def _hello(turn: Turn, hello: Hello) -> None:
@@ -147,6 +171,8 @@ def _admit(turn: Turn, node: NodeId, *, host: str, pid: int) -> None:
 
 def _node_report(turn: Turn, report: NodeReport) -> None:
     turn.update(membership=turn.state.membership.reported(report))
+    if report.checkpoints:
+        turn.update(durable=turn.state.durable.told_of(report.checkpoints))
     incident = turn.state.incident
     if incident is not None and turn.state.phase is Phase.RECOVERING:
         for rank_report in report.ranks:
@@ -180,6 +206,7 @@ def _rank_progress(
         turn.record(Dropped(what=type(message).__name__, generation=message.generation, node=node))
         return
     if isinstance(message, RankReturned):
+        job_durable.rank_returned(turn, message.step)
         turn.update(returned={**state.returned, message.rank: message})
     elif isinstance(message, RankResumed):
         turn.update(resumed={**state.resumed, message.rank: message.step})
@@ -226,6 +253,7 @@ def _tick(turn: Turn) -> None:
             _node_lost(turn, node, f"silent for {turn.now - view.seen_at:.1f} s")
     job_hangs.probe_overdue(turn)
     job_faults.nodes_overdue(turn)
+    job_durable.tick(turn)
 
 
 # --- levels: what can happen now -----------------------------------------------------------------
@@ -296,7 +324,7 @@ def _advance_starting(turn: Turn) -> None:
     if len({*state.resumed, *state.returned}) == state.settings.world_size:
         at = min(state.resumed.values(), default=Step(0))
         turn.record(GenerationRunning(generation=state.generation, step=at))
-        turn.update(phase=Phase.RUNNING)
+        turn.update(phase=Phase.RUNNING, running_since=turn.now)
 
 
 def _advance_returned(turn: Turn) -> None:
@@ -308,7 +336,8 @@ def _advance_returned(turn: Turn) -> None:
         return
     if state.incident is not None and len(state.incident.stepped) == state.settings.world_size:
         _advance_incident(turn)
-    turn.end_finished()
+    if job_durable.last_step_is_settled(turn):
+        turn.end_finished()
 
 
 def _advance_incident(turn: Turn) -> None:
@@ -327,6 +356,9 @@ def _advance_incident(turn: Turn) -> None:
 def _advance_ending(turn: Turn) -> None:
     state = turn.state
     assert state.end is not None, "ending without an end"
+    if state.end.drain is not Drain.NONE:
+        job_durable.advance_drain(turn)
+        return
     views = state.membership.nodes.values()
     if state.came_back and not views and turn.now - state.opened_at < _REJOIN_LIMIT_S:
         return  # this coordinator came back; who still runs has not found it yet

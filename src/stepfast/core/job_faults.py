@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepfast.core.faults import Fault, FaultKind, is_collateral
+from stepfast.core import job_durable
+from stepfast.core.faults import ErrorClass, Fault, FaultKind, is_collateral
 from stepfast.core.incident import Incident
 from stepfast.core.job_state import JobState, Phase
 from stepfast.core.job_turn import Turn
@@ -62,11 +63,23 @@ def fault_reported(turn: Turn, fault: Fault) -> None:
         )
         return
     turn.record(_seen_event(fault))
+    _reject_checkpoint(turn, fault)
+    if turn.state.end is not None:
+        return
     if state.phase is Phase.FORMING and _ends_before_start(fault):
         _decide_and_act(turn, _with_fault(state, fault, turn.now))
         return
-    _interrupt_all(turn, _with_fault(state, fault, turn.now))
+    _interrupt_all(turn, _with_fault(turn.state, fault, turn.now))
     _end_of_a_beginner(turn, fault)
+
+
+def _reject_checkpoint(turn: Turn, fault: Fault) -> None:
+    """What a rank could not read is read by nobody again."""
+    start, error = turn.state.start, fault.error
+    if start is None or start.checkpoint is None or fault.generation != start.generation:
+        return
+    if error is not None and error.error_class is ErrorClass.CHECKPOINT:
+        job_durable.rejected(turn, start.checkpoint, error.message)
 
 
 def _end_of_a_beginner(turn: Turn, fault: Fault) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from stepfast.core.job_state import (
     JobState,
     Phase,
@@ -20,7 +22,7 @@ from stepfast.core.messages import (
     StartGeneration,
 )
 from stepfast.core.recovery import RestorePlan, choose_step
-from stepfast.core.terms import NOTHING_HELD, Generation, Rank, Step
+from stepfast.core.terms import NOTHING_HELD, Generation, Rank, SnapshotId, Step
 from stepfast.errors import EXIT_USER_ERROR
 from stepfast.events import (
     GenerationOpened,
@@ -33,7 +35,8 @@ def all_ranks_ready(state: JobState) -> bool:
     ranks = state.membership.ranks
     if len(ranks) < state.settings.world_size:
         return False
-    nodes_up = all(view.connected for view in state.membership.nodes.values())
+    views = state.membership.nodes.values()
+    nodes_up = all(view.connected and view.knows_checkpoints for view in views)
     return nodes_up and all(is_ready_to_start(r, state.generation) for r in ranks.values())
 
 
@@ -45,23 +48,30 @@ def open_generation(turn: Turn) -> None:
         return  # a store is being started; its node's report brings us back
     ranks = state.membership.ranks
     plan = choose_step({rank: r.snapshots for rank, r in ranks.items()}, state.lineage)
-    if plan is None and _would_start_over(state):
+    stored = state.durable.newest(state.lineage)
+    if stored is not None and (plan is None or stored.step > plan.step):
+        plan = None
+    else:
+        stored = None
+    if plan is None and stored is None and _would_start_over(state):
         held = {r: [s.step for s in report.snapshots] for r, report in sorted(ranks.items())}
         turn.end(
             "failed",
             EXIT_USER_ERROR,
-            f"no step is held by every rank (held: {held}); refusing to start over:"
-            " choose another --job-dir to begin anew",
+            f"no step is held by every rank (held: {held}){_no_checkpoint(state)}; refusing to"
+            " start over: choose another --job-dir to begin anew",
         )
         return
     keep = _may_keep(turn, plan)
-    generation = Generation(state.generation + 1)
+    # Above every number in the store too, which may be another job's directory's.
+    generation = Generation(max(state.generation, state.durable.newest_generation) + 1)
     view = state.membership.nodes[store]
-    turn.persist(_opened_event(state, generation, plan, f"{view.host}:{view.store_port}", keep))
-    start = _start_order(state, generation, plan, view, keep=keep)
+    order = _start_order(state, generation, plan, view, keep=keep)
+    start = order if stored is None else _from_store(order, stored)
+    turn.persist(_opened_event(state, start))
     for node in state.membership.connected_nodes:
         turn.send(node, start)
-    resumed_from = plan.step if plan else NOTHING_HELD
+    resumed_from = NOTHING_HELD if start.step is None else start.step
     incident = state.incident
     if incident is not None:
         incident = replace(incident, opened_generation=generation, kept_model=keep)
@@ -103,7 +113,19 @@ def _start_order(
     )
 
 
+def _from_store(order: StartGeneration, stored: SnapshotId) -> StartGeneration:
+    return msgspec.structs.replace(order, step=stored.step, checkpoint=stored)
+
+
+def _no_checkpoint(state: JobState) -> str:
+    if not state.durable.committed:
+        return ""
+    return f" and none of {len(state.durable.committed)} checkpoints can be used"
+
+
 def _would_start_over(state: JobState) -> bool:
+    if state.durable.committed:
+        return True
     held = (
         s.step
         for r in state.membership.ranks.values()
@@ -131,16 +153,16 @@ def _may_keep(turn: Turn, plan: RestorePlan | None) -> bool:
     return not obstacles
 
 
-def _opened_event(
-    state: JobState, generation: Generation, plan: RestorePlan | None, store: str, keep: bool
-) -> GenerationOpened:
+def _opened_event(state: JobState, start: StartGeneration) -> GenerationOpened:
     ranks: dict[Rank, RankReport] = dict(sorted(state.membership.ranks.items()))
+    source = "memory" if start.checkpoint is None else "checkpoint"
     return GenerationOpened(
-        generation=generation,
-        step=plan.step if plan else None,
+        generation=start.generation,
+        step=start.step,
         world_size=state.settings.world_size,
-        store=store,
+        store=f"{start.store_host}:{start.store_port}",
         pids={int(r): report.pid for r, report in ranks.items()},
         incarnations={int(r): report.incarnation for r, report in ranks.items()},
-        kept=keep,
+        kept=start.keep,
+        source=source if start.step is not None else "nothing",
     )

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from stepfast.core.durable import Durable
 from stepfast.core.faults import Evidence, Fault
 from stepfast.core.incident import Incident
 from stepfast.core.membership import Membership
 from stepfast.core.messages import FromAgent, JobSettings, RankReturned, StartGeneration
 from stepfast.core.policy import Budget, Repeat
 from stepfast.core.recovery import Lineage
-from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, Step
+from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import Timeouts
 
 
@@ -40,6 +41,14 @@ class Probe:
     evidence: tuple[Evidence, ...] = ()
 
 
+class Drain(StrEnum):
+    """How far an ending job is with making its newest state durable."""
+
+    NONE = "none"
+    RANKS = "ranks"  # the ranks are being ended
+    STORE = "store"  # their slots are being written
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
     """How the job ended. `fault`: the one whose traceback is shown."""
@@ -49,6 +58,9 @@ class JobEnd:
     reason: str
     deadline: float
     fault: Fault | None = None
+    drain: Drain = Drain.NONE
+    drained: SnapshotId | None = None  # what is being made durable on the way out
+    keep_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +89,8 @@ class JobState:
     probes: int = 0
     hang_noted_at: tuple[Generation, Step] | None = None
     kept: bool = False
+    running_since: float = 0.0
+    durable: Durable = Durable()
     returned: Mapping[Rank, RankReturned] = field(default_factory=dict)
     end: JobEnd | None = None
     came_back: bool = False  # a coordinator that was killed, started again for the same run

@@ -9,11 +9,12 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 
+from stepfast.core.durable import DRAIN_LIMIT_S
 from stepfast.core.faults import Fault
-from stepfast.core.job_state import JobEnd, JobState, Phase
+from stepfast.core.job_state import Drain, JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, FinishJob, FromCoordinator, RankReturned
 from stepfast.core.outputs import Output, Persist, Record, SendToNode
-from stepfast.core.terms import NodeId, Rank, Step
+from stepfast.core.terms import NO_GENERATION, NodeId, Rank, Step
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN
 from stepfast.events import Event, JobEnded
 
@@ -52,7 +53,11 @@ class Turn:
         end = self.state.end
         assert end is not None, "no end decided"
         return FinishJob(
-            finished=end.status == "finished", exit_code=end.exit_code, reason=end.reason
+            finished=end.status == "finished",
+            exit_code=end.exit_code,
+            reason=end.reason,
+            drain=end.drain is not Drain.NONE,
+            keep_memory=end.keep_memory,
         )
 
     def end(self, status: str, exit_code: int, reason: str, fault: Fault | None = None) -> None:
@@ -60,15 +65,26 @@ class Turn:
         limits = self.state.timeouts
         deadline = self.now + limits.stop_grace_s * 2
         if self.state.end is not None:
-            if status == "stopped" and self.state.end.deadline > deadline:
+            if status == "stopped" and self.state.end.drain is not Drain.NONE:
+                self.end_drain(deadline, keep_memory=True)
+            elif status == "stopped" and self.state.end.deadline > deadline:
                 self._stop_waiting(deadline)
             return
         digest = final_digest(self.state.returned.values()) if status == "finished" else None
         steps = max((r.step for r in self.state.returned.values()), default=self.state.steps_max)
+        drain = Drain.NONE
         if status == "finished":
             deadline = self.now + AFTER_FINISH_LIMIT_S
+        elif self.state.settings.checkpoints.url and self.state.generation != NO_GENERATION:
+            drain = Drain.RANKS
+            deadline = self.now + DRAIN_LIMIT_S
         end = JobEnd(
-            status=status, exit_code=exit_code, reason=reason, deadline=deadline, fault=fault
+            status=status,
+            exit_code=exit_code,
+            reason=reason,
+            deadline=deadline,
+            fault=fault,
+            drain=drain,
         )
         self.update(end=end, phase=Phase.ENDING)
         self._persist_what_was_recorded()  # or it would stand behind the end in the journal
@@ -77,6 +93,14 @@ class Turn:
                 status=status, exit_code=exit_code, reason=reason, steps=steps, final_digest=digest
             )
         )
+        for node in self.state.membership.connected_nodes:
+            self.send(node, self.finish_message())
+
+    def end_drain(self, deadline: float, *, keep_memory: bool) -> None:
+        """The nodes may leave now."""
+        assert self.state.end is not None, "only an ending job drains"
+        end = replace(self.state.end, drain=Drain.NONE, deadline=deadline, keep_memory=keep_memory)
+        self.update(end=end)
         for node in self.state.membership.connected_nodes:
             self.send(node, self.finish_message())
 

@@ -26,6 +26,7 @@ class NodeView:
     store_port: int | None = None
     heard: Generation = NO_GENERATION  # what it was told before, its report takes into account
     gone: bool = False  # said goodbye
+    knows_checkpoints: bool = True  # it has looked into the checkpoint store
 
     @property
     def can_host_store(self) -> bool:
@@ -68,7 +69,12 @@ class Membership:
 
     def reported(self, report: NodeReport) -> Membership:
         """Take over one node's levels."""
-        told = self._with(report.node, store_port=report.store_port, heard=report.heard)
+        told = self._with(
+            report.node,
+            store_port=report.store_port,
+            heard=report.heard,
+            knows_checkpoints=report.checkpoints is not None,
+        )
         return replace(told, ranks={**self.ranks, **{r.rank: r for r in report.ranks}})
 
     def store_taken(self, node: NodeId) -> Membership:

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from stepfast.core.durable import CheckpointSettings, ShardFile
 from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
 from stepfast.core.terms import Generation, JobId, NodeId, Rank, SnapshotId, Step
 
@@ -46,6 +47,7 @@ class JobSettings(_Message, frozen=True, kw_only=True):
     memory_dir: str
     preload: tuple[str, ...]
     faults: tuple[str, ...]
+    checkpoints: CheckpointSettings = CheckpointSettings()
 
 
 # --- agent -> coordinator ------------------------------------------------------------------------
@@ -98,6 +100,8 @@ class NodeReport(_Message, frozen=True, kw_only=True):
     ranks: tuple[RankReport, ...]
     heard: Generation  # the newest one the node was told to enter or to leave
     store_port: int | None  # an unused store, ready for the next generation
+    # Committed ones in the checkpoint store, as far as this node knows; None: not listed yet.
+    checkpoints: tuple[SnapshotId, ...] | None = ()
 
 
 class FaultReported(_Message, frozen=True, kw_only=True):
@@ -179,6 +183,44 @@ class LoggedStep(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float | int | str | bool]
 
 
+class ShardWritten(_Message, frozen=True, kw_only=True):
+    """A rank's part of a checkpoint is in the store, durable, and was hashed on its way."""
+
+    checkpoint: SnapshotId
+    shard: ShardFile
+    seconds: float
+
+
+class CheckpointFailed(_Message, frozen=True, kw_only=True):
+    """A part of it could not be written, or it could not be committed. `rank` None: the commit."""
+
+    checkpoint: SnapshotId
+    rank: Rank | None
+    reason: str
+
+
+class CheckpointMissed(_Message, frozen=True, kw_only=True):
+    """An announced step that a rank had passed already."""
+
+    step: Step
+
+
+class CommitDone(_Message, frozen=True, kw_only=True):
+    """The manifest is in the store."""
+
+    checkpoint: SnapshotId
+    name: str
+    size_bytes: int
+    seconds: float
+
+
+class StoreRefused(_Message, frozen=True, kw_only=True):
+    """The checkpoint store cannot be used from this node."""
+
+    node: NodeId
+    reason: str
+
+
 class Heartbeat(_Message, frozen=True, kw_only=True):
     """A node lives. Carries the progress of its ranks and what `run.log` said since the last
     one.
@@ -244,6 +286,7 @@ class StartGeneration(_Message, frozen=True, kw_only=True):
     keep: bool  # survivors keep what `run.once` built
     limit_step: Step | None  # at this step hang limits are multiplied by `limit_factor`
     limit_factor: float
+    checkpoint: SnapshotId | None = None  # read this one instead of slots
 
 
 class ProbeRanks(_Message, frozen=True, kw_only=True):
@@ -251,6 +294,27 @@ class ProbeRanks(_Message, frozen=True, kw_only=True):
 
     probe: int
     generation: Generation
+
+
+class CheckpointAt(_Message, frozen=True, kw_only=True):
+    """Make this step durable, which no rank has reached as far as the coordinator knows."""
+
+    generation: Generation
+    step: Step
+
+
+class CommitCheckpoint(_Message, frozen=True, kw_only=True):
+    """Every shard is written: check them, write the manifest, then remove what need not be kept."""
+
+    checkpoint: SnapshotId
+    shards: tuple[ShardFile, ...]
+
+
+class PersistSlots(_Message, frozen=True, kw_only=True):
+    """The ranks are no more: make the state that these slots hold durable."""
+
+    checkpoint: SnapshotId
+    sources: dict[Rank, SnapshotId]
 
 
 class FinishJob(_Message, frozen=True, kw_only=True):
@@ -261,6 +325,8 @@ class FinishJob(_Message, frozen=True, kw_only=True):
     finished: bool
     exit_code: int
     reason: str
+    drain: bool = False  # end the ranks and stay: what their slots hold is to be made durable
+    keep_memory: bool = False  # it could not be: leave the slots for another run
 
 
 # --- rank -> agent -------------------------------------------------------------------------------
@@ -307,6 +373,12 @@ class RankQuiet(_Message, frozen=True, kw_only=True):
     interrupt_s: float  # from the first sign to leave to here
 
 
+class RankSealed(_Message, frozen=True, kw_only=True):
+    """The slot of a step that is to be made durable is sealed, and kept until it is."""
+
+    snapshot: SnapshotId
+
+
 class RankLogged(_Message, frozen=True, kw_only=True):
     """`run.log` of one step."""
 
@@ -351,6 +423,8 @@ class RankStart(_Message, frozen=True, kw_only=True):
     slot_directory: str
     log_path: str
     settings: JobSettings
+    checkpoint: SnapshotId | None = None  # where `source` is None: state is read from the store
+    pinned: tuple[SnapshotId, ...] = ()  # slots that are being written to the store
 
 
 class RankLeave(_Message, frozen=True, kw_only=True):
@@ -363,6 +437,18 @@ class RankFinish(_Message, frozen=True, kw_only=True):
     """The job is over: go on behind the resilient function (`finished`), or end the process."""
 
     finished: bool
+
+
+class RankCheckpointAt(_Message, frozen=True, kw_only=True):
+    """Keep the slot of this step until it is durable."""
+
+    step: Step
+
+
+class RankUnpin(_Message, frozen=True, kw_only=True):
+    """The slot need not be kept any longer."""
+
+    snapshot: SnapshotId
 
 
 class RankProbe(_Message, frozen=True, kw_only=True):
@@ -380,11 +466,25 @@ FromAgent = (
     | RankResumed
     | FirstStepDone
     | RankReturned
+    | ShardWritten
+    | CheckpointFailed
+    | CheckpointMissed
+    | CommitDone
+    | StoreRefused
     | Heartbeat
     | Noted
     | Bye
 )
-FromCoordinator = Welcome | Interrupt | StartGeneration | ProbeRanks | FinishJob
+FromCoordinator = (
+    Welcome
+    | Interrupt
+    | StartGeneration
+    | ProbeRanks
+    | CheckpointAt
+    | CommitCheckpoint
+    | PersistSlots
+    | FinishJob
+)
 FromRank = (
     RankEntered
     | PhaseBegan
@@ -395,8 +495,9 @@ FromRank = (
     | RankResumed
     | FirstStepDone
     | RankReturned
+    | RankSealed
     | RankLogged
     | RankNoted
     | ProbeAnswer
 )
-ToRank = RankStart | RankLeave | RankFinish | RankProbe
+ToRank = RankStart | RankLeave | RankFinish | RankProbe | RankCheckpointAt | RankUnpin

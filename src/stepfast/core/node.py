@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepfast.core import node_ranks, node_watch
+from stepfast.core import node_durable, node_ranks, node_watch
 from stepfast.core.faults import (
     Fault,
     FaultKind,
@@ -17,11 +17,14 @@ from stepfast.core.messages import (
     AFTER_FINISH_LIMIT_S,
     PROTOCOL_VERSION,
     Bye,
+    CheckpointAt,
+    CommitCheckpoint,
     FaultReported,
     FinishJob,
     FromCoordinator,
     Hello,
     Interrupt,
+    PersistSlots,
     ProbeRanks,
     RankFinish,
     RankLeave,
@@ -31,6 +34,8 @@ from stepfast.core.messages import (
     Welcome,
 )
 from stepfast.core.node_state import (
+    CheckpointsListed,
+    CommitEnded,
     CoordinatorConnected,
     CoordinatorLost,
     ForkFailed,
@@ -44,8 +49,11 @@ from stepfast.core.node_state import (
     NodeTick,
     RankEnded,
     RankForked,
+    SlotNotWritten,
+    SlotWritten,
     StoreLost,
     StoreReady,
+    StoreUnusable,
 )
 from stepfast.core.node_turn import NodeTurn
 from stepfast.core.outputs import EndProcess, KillRank, OpenStore, Output
@@ -92,6 +100,10 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
             turn.update(store_port=None, store_wanted=False)
             turn.note("store lost", reason)
             _want_store(turn)
+        case (
+            CheckpointsListed() | StoreUnusable() | SlotWritten() | SlotNotWritten() | CommitEnded()
+        ):
+            _from_store(turn, given)
         case NodeNoted(topic, text):
             turn.note(topic, text)
         case NodeStopRequested(reason):
@@ -109,11 +121,32 @@ def with_places(state: NodeState, slot_root: str, log_root: str) -> NodeState:
     return replace(state, slot_root=slot_root, log_root=log_root)
 
 
+# --- from the checkpoint store --------------------------------------------------------------------
+
+
+def _from_store(
+    turn: NodeTurn,
+    given: CheckpointsListed | StoreUnusable | SlotWritten | SlotNotWritten | CommitEnded,
+) -> None:
+    match given:
+        case CheckpointsListed():
+            node_durable.listed(turn, given)
+        case StoreUnusable():
+            node_durable.store_unusable(turn, given)
+        case SlotWritten():
+            node_durable.slot_written(turn, given)
+        case SlotNotWritten():
+            node_durable.slot_not_written(turn, given)
+        case CommitEnded():
+            node_durable.commit_ended(turn, given)
+
+
 # --- from the coordinator ------------------------------------------------------------------------
 
 
 def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]) -> None:
-    if turn.state.finish is not None and not isinstance(message, FinishJob):
+    about_end = FinishJob | PersistSlots | CommitCheckpoint
+    if turn.state.finish is not None and not isinstance(message, about_end):
         return  # this node ends; what else the job wants of it is void
     match message:
         case Welcome():
@@ -124,6 +157,12 @@ def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]
             _start(turn, message)
         case ProbeRanks(probe=probe, generation=generation):
             node_watch.ask_ranks(turn, probe, generation, stopped)
+        case CheckpointAt():
+            node_durable.checkpoint_at(turn, message)
+        case CommitCheckpoint():
+            node_durable.commit(turn, message)
+        case PersistSlots():
+            node_durable.persist(turn, message)
         case FinishJob():
             turn.update(is_job_over=True)
             _finish(turn, message)
@@ -137,6 +176,7 @@ def _welcome(turn: NodeTurn, welcome: Welcome) -> None:
     timeouts = timeouts_of(settings)
     limits = turn.state.limits or LearnedLimits(timeouts)
     turn.update(settings=settings, timeouts=timeouts, limits=limits, told=None)
+    node_durable.look_into_store(turn)
     _tell_again(turn)
     for rank, incarnation in sorted(welcome.ranks.items()):
         if rank not in turn.state.ranks:
@@ -156,6 +196,7 @@ def _tell_again(turn: NodeTurn) -> None:
             turn.tell(milestone)
         for fault in local.faults:
             turn.tell(FaultReported(fault=fault))
+    node_durable.tell_again(turn)
 
 
 def _interrupt(turn: NodeTurn, order: Interrupt) -> None:
@@ -245,6 +286,8 @@ def _rank_start(state: NodeState, order: StartGeneration, rank: Rank, index: int
         slot_directory=f"{state.slot_root}/rank-{rank}",
         log_path=f"{state.log_root}/rank-{rank}-gen-{order.generation}.log",
         settings=settings,
+        checkpoint=order.checkpoint,
+        pinned=tuple(w.checkpoint for w in state.ranks[rank].in_flight),
     )
 
 
@@ -257,6 +300,9 @@ def _want_store(turn: NodeTurn) -> None:
 def _finish(turn: NodeTurn, order: FinishJob) -> None:
     """The job is over here. A later order may only be harder (`finished` turned to "end now")."""
     before = turn.state.finish
+    if before is not None and before.drain and not order.drain:
+        turn.update(finish=order)  # the ranks have been told; nothing is waited for any more
+        return
     if before is not None and (order.finished or not before.finished):
         return
     after_s = AFTER_FINISH_LIMIT_S
@@ -290,6 +336,7 @@ def _tick(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
         _start_overdue(turn)
     elif state.finish_deadline is not None and turn.now > state.finish_deadline:
         _kill_all(turn)
+    node_durable.overdue(turn)
 
 
 def _leave_overdue(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
@@ -355,6 +402,8 @@ def _end_if_done(turn: NodeTurn) -> None:
     state = turn.state
     if state.finish is None or state.ended:
         return
+    if state.finish.drain and state.settings is not None:
+        return  # what the slots hold is still wanted
     if any(local.pid or local.forking for local in state.ranks.values()):
         return
     node_ranks.beat(turn)

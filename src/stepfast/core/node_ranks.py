@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepfast.core import node_watch
+from stepfast.core import node_durable, node_watch
 from stepfast.core.faults import (
     ErrorClass,
     Fault,
@@ -31,6 +31,7 @@ from stepfast.core.messages import (
     RankRaised,
     RankResumed,
     RankReturned,
+    RankSealed,
     RankState,
 )
 from stepfast.core.node_state import (
@@ -50,7 +51,12 @@ def fork(turn: NodeTurn, rank: Rank) -> None:
     """Order a fresh process: it has been in no generation, and keeps nothing but the slots."""
     old = turn.state.ranks[rank]
     fresh = LocalRank(
-        rank=rank, incarnation=old.incarnation + 1, forking=True, snapshots=old.snapshots
+        rank=rank,
+        incarnation=old.incarnation + 1,
+        forking=True,
+        snapshots=old.snapshots,
+        writing=old.writing,
+        written=old.written,
     )
     turn.update(ranks={**turn.state.ranks, rank: fresh})
     turn.emit(ForkRank(rank, fresh.incarnation))
@@ -92,6 +98,9 @@ def from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
             beat(turn)  # what was logged is delivered before the end that may follow
             whole = msgspec.structs.replace(message, digests=(*local.digests, *message.digests))
             _milestone(turn, given.rank, whole)
+            node_durable.returned(turn, given.rank, message.step)
+        case RankSealed():
+            node_durable.sealed(turn, given.rank, message)
         case RankLogged(logged=logged):
             turn.update(
                 logged=(*turn.state.logged, logged)[-LOGGED_STEPS_MAX:],

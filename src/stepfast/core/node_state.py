@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from stepfast.core.durable import ShardFile
 from stepfast.core.faults import Fault
 from stepfast.core.messages import (
     NOTHING_BUILT,
+    CommitDone,
     FinishJob,
     FirstStepDone,
     FromCoordinator,
@@ -20,6 +22,7 @@ from stepfast.core.messages import (
     RankResumed,
     RankReturned,
     RankState,
+    ShardWritten,
     TensorDigest,
 )
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
@@ -27,6 +30,14 @@ from stepfast.core.timeouts import SETUP, LearnedLimits, Timeouts
 
 Milestone = RankResumed | FirstStepDone | RankReturned
 LOGGED_STEPS_MAX = 2_000  # the newest of them are said again to a coordinator that was away
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """A slot on its way into the checkpoint store; the checkpoint is called as the slot is."""
+
+    checkpoint: SnapshotId
+    since: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +64,14 @@ class LocalRank:
     longest_part_s: float = 0.0  # of a phase that sections cut into parts
     keep_obstacle: str | None = NOTHING_BUILT
     build_has_collectives: bool = False
+    writing: Writing | None = None
+    write_next: Writing | None = None  # of a rank that has returned
+    written: tuple[ShardWritten, ...] = ()  # the newest: told again when asked
+
+    @property
+    def in_flight(self) -> tuple[Writing, ...]:
+        """What is being written, or will be."""
+        return tuple(w for w in (self.writing, self.write_next) if w is not None)
 
     @property
     def is_leaving(self) -> bool:
@@ -115,6 +134,11 @@ class NodeState:
     limit_factor: float = 1.0
     heard: Generation = NO_GENERATION  # the newest one to enter or to leave
     told: NodeReport | None = None
+    checkpoints: tuple[SnapshotId, ...] | None = ()  # in the store, as far as is known; None: asked
+    store_asked: bool = False
+    store_refusal: str | None = None
+    committing: SnapshotId | None = None
+    committed: CommitDone | None = None  # the newest by this node: told again when asked
     finish: FinishJob | None = None
     failed_after: tuple[Rank, ...] = ()  # ranks whose script failed behind the resilient function
     is_job_over: bool = False  # the coordinator said so: what ranks left is of no use any more
@@ -185,6 +209,52 @@ class RankEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointsListed:
+    """Input: what the checkpoint store holds, and why something in it does not count."""
+
+    checkpoints: tuple[SnapshotId, ...]
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUnusable:
+    """Input: the checkpoint store cannot be read or written from here."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWritten:
+    """Input: a slot is in the checkpoint store, durable."""
+
+    rank: Rank
+    checkpoint: SnapshotId
+    shard: ShardFile
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotNotWritten:
+    """Input: it is not, and will not be."""
+
+    rank: Rank
+    checkpoint: SnapshotId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitEnded:
+    """Input: a commit is done (`reason` None) or failed; `removed` were not to be kept."""
+
+    checkpoint: SnapshotId
+    name: str
+    size_bytes: int
+    seconds: float
+    removed: frozenset[SnapshotId] = frozenset()
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StoreReady:
     """Input: an unused store listens."""
 
@@ -230,6 +300,11 @@ NodeInput = (
     | RankForked
     | ForkFailed
     | RankEnded
+    | CheckpointsListed
+    | StoreUnusable
+    | SlotWritten
+    | SlotNotWritten
+    | CommitEnded
     | StoreReady
     | StoreLost
     | NodeNoted

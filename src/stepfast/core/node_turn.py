@@ -72,6 +72,7 @@ class NodeTurn:
             ranks=tuple(local.report() for _, local in sorted(self.state.ranks.items())),
             heard=self.state.heard,
             store_port=self.state.store_port,
+            checkpoints=self.state.checkpoints,
         )
         if self.state.told is not None and _without_steps(report) == _without_steps(
             self.state.told

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stepfast.core.durable import ShardFile
 from stepfast.core.messages import (
     FromAgent,
     FromCoordinator,
@@ -15,7 +16,7 @@ from stepfast.core.messages import (
     RankStart,
     ToRank,
 )
-from stepfast.core.terms import Generation, NodeId, Rank
+from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId
 from stepfast.events import Event
 
 
@@ -81,6 +82,30 @@ class OpenStore:
 
 
 @dataclass(frozen=True, slots=True)
+class ListCheckpoints:
+    """Agent: look into the checkpoint store."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSlot:
+    """Agent: copy the rank's sealed slot of this snapshot into the checkpoint store."""
+
+    rank: Rank
+    checkpoint: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
+class CommitShards:
+    """Agent: check the shards and write the manifest; then remove what need not be kept, but
+    nothing that is `in_flight`.
+    """
+
+    checkpoint: SnapshotId
+    shards: tuple[ShardFile, ...]
+    in_flight: frozenset[SnapshotId]
+
+
+@dataclass(frozen=True, slots=True)
 class EndProcess:
     """The process of this machine ends, in order, with this code."""
 
@@ -125,6 +150,9 @@ Output = (
     | ForkRank
     | KillRank
     | OpenStore
+    | ListCheckpoints
+    | WriteSlot
+    | CommitShards
     | EndProcess
     | AbortGroups
     | SignalMain

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepfast.core.terms import Step
+from stepfast.errors import ScriptError
+from stepfast.train import torch_private
 
 if TYPE_CHECKING:
     from stepfast.train.host import Host
@@ -18,9 +20,20 @@ if TYPE_CHECKING:
 
 
 def install_hooks(tracked: Tracked, host: Host, step_now: Callable[[], Step]) -> None:
-    """An optimizer's step is a safe point: what it would do to the state is undone by a restore."""
+    """An optimizer's step is a safe point: what it would do to the state is undone by a restore.
 
-    def before_step(*_: Any) -> None:
+    One that steps inside of a backward is refused: from there a loop cannot be left, and a snapshot
+    that is copied beside the backward would hold it. (The fence that waits for that copy stands
+    before every optimizer's step, whether tracked or not: `train.snapshots`.)
+    """
+    names = {id(value): name for name, value in vars(tracked.namespace).items()}
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        if torch_private.is_in_backward():
+            raise ScriptError(
+                f"the tracked optimizer {names[id(optimizer)]!r} steps inside of backward(); call"
+                " its step() behind loss.backward(), without register_post_accumulate_grad_hook"
+            )
         host.faults.reach("optimizer", step_now())
         host.check()
 

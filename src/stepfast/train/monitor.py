@@ -25,10 +25,12 @@ from stepfast.core import rank as rank_machine
 from stepfast.core.messages import (
     FromRank,
     ProbeAnswer,
+    RankCheckpointAt,
     RankFinish,
     RankLeave,
     RankProbe,
     RankStart,
+    RankUnpin,
 )
 from stepfast.core.outputs import (
     AbortGroups,
@@ -63,10 +65,12 @@ class Monitor:
         *,
         interrupt_grace_s: float,
         answer_probe: Callable[[int], ProbeAnswer],
+        hear_pin: Callable[[RankCheckpointAt | RankUnpin], None],
     ) -> None:
         """Make the machine; nothing runs before `start`."""
         self._link = link
         self._answer_probe = answer_probe
+        self._hear_pin = hear_pin
         self._abort: Callable[[], object] = lambda: None
         self._orders: list[Order] = []
         self._lock = threading.RLock()
@@ -206,6 +210,8 @@ class Monitor:
         while (message := self._link.receive()) is not None:
             if isinstance(message, RankProbe):
                 self._link.send(self._answer_probe(message.probe))
+            elif isinstance(message, RankCheckpointAt | RankUnpin):
+                self._hear_pin(message)
             else:
                 with self._lock:
                     self._driver.feed(rank_machine.Ordered(message))

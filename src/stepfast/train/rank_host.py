@@ -1,23 +1,27 @@
 """What a `Run` finds under an agent: this rank's place, groups, slots and watch.
 
-Owns: snapshots at step boundaries, restoring, the bound on drift, the account of what each phase
-took. Does not own: the way through generations (`train.wrapper`), the format of slots
-(`checkpoint`). Invariant: a snapshot is taken only while its generation stands.
+Owns: when snapshots are due, restoring, the bound on drift, the account of what each phase
+took. Does not own: the way through generations (`train.wrapper`), how snapshots are taken beside
+the training (`train.snapshots`), the format of slots (`checkpoint`). Invariant: a snapshot is begun
+only while its generation stands.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from stepfast.checkpoint.arena import Arena, invalidate, sealed_slots
-from stepfast.checkpoint.capture import Capture
+from stepfast.checkpoint.arena import invalidate, sealed_slots
+from stepfast.checkpoint.capture import Captured
+from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.restore import open_sealed
+from stepfast.checkpoint.store import open_store
+from stepfast.checkpoint.tensors.reshard import restore
 from stepfast.core.faults import Whereabouts
 from stepfast.core.messages import (
     FirstStepDone,
@@ -27,11 +31,12 @@ from stepfast.core.messages import (
     RankLogged,
     RankNoted,
     RankResumed,
+    RankSealed,
     RankStart,
     TensorDigest,
 )
 from stepfast.core.terms import NOTHING_HELD, Rank, SnapshotId, Step
-from stepfast.core.timeouts import FIRST_TURN, TURN
+from stepfast.core.timeouts import FIRST_TURN, SETUP, TURN
 from stepfast.errors import StateError
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
@@ -39,9 +44,12 @@ from stepfast.train.groups import Groups
 from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
 from stepfast.train.monitor import Monitor
+from stepfast.train.pins import Pins
 from stepfast.train.rng import RngState
+from stepfast.train.snapshots import Snapshots
 from stepfast.train.whereabouts import Whereabout
 
+_READING_SIGN_S = 5.0
 _CLOSING = "section:behind the loop"
 
 
@@ -57,13 +65,14 @@ class Account:
         self.turn_began = began
         self.sections_s = 0.0
         self.turns = 0
+        self.is_copying = False  # whether a copy was under way when the turn began
         self.world_operations = 0
 
 
 class RankHost:
     """Implements `train.host.Host` for a rank of a job; one object for the process."""
 
-    def __init__(self, monitor: Monitor, whereabout: Whereabout) -> None:
+    def __init__(self, monitor: Monitor, whereabout: Whereabout, pins: Pins) -> None:
         """Nowhere yet: `enter` begins a stay."""
         self.kept = Kept()
         self.whereabout = whereabout
@@ -72,13 +81,21 @@ class RankHost:
         self.is_forming = False
         self.account = Account()
         self._monitor = monitor
+        self._pins = pins
         self._order: RankStart | None = None
-        self._capture: Capture | None = None
+        self.snapshots = Snapshots(
+            protected=pins.held,
+            on_sealed=self._sealed,
+            note=self.note,
+            check=self.check,
+            shield=self.shield,
+        )
         self._rng_resumed: RngState | None = None
 
     def enter(self, order: RankStart) -> None:
         """A stay begins; what was built is kept where all ranks agree to it."""
         self._order = order
+        self._pins.begin(order.settings.checkpoints, order.pinned)
         self.account = Account(began=time.monotonic())
         if not order.keep:
             self.forget_built()
@@ -89,7 +106,7 @@ class RankHost:
     def forget_built(self) -> None:
         """Everything is built again in the next generation."""
         self.kept = Kept()
-        self._capture = None
+        self.snapshots.forget()
         torch_private.forget_old_meshes()
 
     # --- where this rank stands ------------------------------------------------------------------
@@ -117,7 +134,7 @@ class RankHost:
     @property
     def is_resuming(self) -> bool:
         """Whether the generation goes on from a snapshot."""
-        return self._present.source is not None
+        return self._present.step is not None
 
     @property
     def _present(self) -> RankStart:
@@ -165,11 +182,14 @@ class RankHost:
             self.account.built = time.monotonic()
             if order.source is not None:
                 self._restore(directory, order.source)
+            elif order.checkpoint is not None:
+                self._restore_stored(order.checkpoint)
             newest = NOTHING_HELD if order.step is None else order.step
             if directory.exists():
                 invalidate(directory, newer_than_step=newest, before_generation=order.generation)
-            if self._capture is None:
-                self._capture = Capture(Arena(directory), tracked.tree)
+            # One slot more for what is being written to the store.
+            spare = 1 if order.settings.checkpoints.url else 0
+            self.snapshots.attach(directory, tracked.tree, spare_slots=spare)
             self.account.restored = time.monotonic()
 
     def _restore(self, directory: Path, source: SnapshotId) -> None:
@@ -181,10 +201,54 @@ class RankHost:
         tracked.tree.restore_from(open_sealed(Path(paths[0]), source))
         self._rng_resumed = RngState.take()
 
-    def _take_snapshot(self, step: Step) -> None:
-        assert self._capture is not None, "state is attached before the first snapshot"
+    def _restore_stored(self, checkpoint: SnapshotId) -> None:
+        """From the checkpoint store, whatever layout it was saved in."""
+        order, tracked = self._present, self.kept.tracked
+        assert tracked is not None, "restored after track"
+        restore(
+            tracked.tree,
+            StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint),
+            world_size=self.world_size,
+            on_warning=lambda text: self.note("checkpoint", text),
+            on_read=self._bytes_came(order),
+        )
+        self._rng_resumed = RngState.take()
+
+    def _bytes_came(self, order: RankStart) -> Callable[[int], None]:
+        """Reading may take long: each piece is a safe point, and now and then a sign of life."""
+        told_at = time.monotonic()
+
+        def came(size_bytes: int) -> None:
+            nonlocal told_at
+            self._monitor.check()
+            if time.monotonic() - told_at >= _READING_SIGN_S:
+                told_at = time.monotonic()
+                step = order.step or Step(0)
+                self._monitor.send(PhaseBegan(generation=order.generation, step=step, phase=SETUP))
+
+        return came
+
+    def _begin_snapshot(self, step: Step, *, whole: bool = False) -> None:
         self._monitor.check()
-        self._capture.take(SnapshotId(self._present.generation, step))
+        snapshot = SnapshotId(self._present.generation, step)
+        self.snapshots.fence()
+        self._pins.drop_unsealed()  # it was void
+        if self._pins.is_due(step) and not self._pins.try_pin(snapshot):
+            self.note("checkpoint skipped", f"step {step}: the one before is still being written")
+        self.snapshots.begin(snapshot, whole=whole)
+
+    def _sealed(self, captured: Captured) -> None:
+        if self._pins.seal(captured.snapshot):
+            self._monitor.send(RankSealed(snapshot=captured.snapshot))
+
+    def finish_snapshots(self) -> None:
+        """The user's function has returned: what is being copied is sealed."""
+        with self._monitor.shield():
+            self.snapshots.fence()
+
+    def settle_snapshots(self) -> None:
+        """The generation is over, its groups aborted: no copy is under way behind this."""
+        self.snapshots.settle(aborted=True)
 
     def digests(self) -> tuple[TensorDigest, ...]:
         """The state as it stands: name, place and hash of every local tensor."""
@@ -201,7 +265,7 @@ class RankHost:
             if self._rng_resumed is not None:
                 self._rng_resumed.apply()
             if order.source is None:
-                self._take_snapshot(step)
+                self._begin_snapshot(step)
             account = self.account
             account.resumed = time.monotonic()
             self._monitor.send(
@@ -225,7 +289,12 @@ class RankHost:
         now = time.monotonic()
         turn_s = None if first else now - account.turn_began - account.sections_s
         phase = FIRST_TURN if first else TURN
+        if turn_s is None or account.turns == 1:
+            self.snapshots.cost.drop_turn()
+        else:
+            self.snapshots.cost.turn(turn_s, copying=account.is_copying)
         account.turn_began, account.sections_s = now, 0.0
+        account.is_copying = self.snapshots.is_copying
         self._monitor.send(
             PhaseBegan(generation=self._present.generation, step=step, phase=phase, turn_s=turn_s)
         )
@@ -240,7 +309,7 @@ class RankHost:
         with self._monitor.shield():
             interval = order.settings.snapshot_interval_steps
             if is_last or step % interval == 0:
-                self._take_snapshot(step)
+                self._begin_snapshot(step, whole=is_last)
             account = self.account
             if account.turns == 0:
                 self._monitor.send(
@@ -255,7 +324,7 @@ class RankHost:
             self.kept.step = step
 
     def _bound_drift(self) -> None:
-        """No rank may be two steps ahead of another, or two slots would hold no common step.
+        """No rank may be two steps ahead of another, or their slots would hold no common step.
 
         A model that is sharded over the whole world and ran in this turn waits for all ranks by
         itself. Nothing else is known to: a broadcast or a send lets ranks run on.
@@ -280,10 +349,15 @@ class RankHost:
             return
         phase = PhaseBegan(generation=self._present.generation, step=step, phase=_CLOSING)
         self._monitor.send(phase)
+        cost = self.snapshots.cost.words(self._present.settings.snapshot_interval_steps)
+        if self.rank == 0 and cost is not None:
+            self.note("snapshot cost", cost)
 
     def section_began(self, name: str) -> None:
         """A named phase."""
         self._monitor.check()
+        with self._monitor.shield():
+            self.snapshots.try_seal()
         generation, step = self._present.generation, self.kept.step
         phase = PhaseBegan(generation=generation, step=step, phase=f"section:{name}")
         self._monitor.send(phase)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from stepfast.checkpoint.loading import CheckpointDamaged
 from stepfast.core.faults import ErrorClass, ExceptionReport
 from stepfast.errors import OperatingError, UserError
 
@@ -73,6 +74,8 @@ def class_of(error: BaseException) -> ErrorClass:
             return ErrorClass.MEMORY
         if isinstance(link, torch.AcceleratorError):
             return ErrorClass.DEVICE
+        if isinstance(link, CheckpointDamaged):
+            return ErrorClass.CHECKPOINT
         if isinstance(link, UserError):
             return ErrorClass.USER
         if isinstance(link, OSError | OperatingError):

@@ -80,6 +80,12 @@ def reset_after_interrupt(modules: Iterable[nn.Module], flags: ModuleFlags | Non
     torch_kept.reset_models(list(modules), flags)
 
 
+def is_in_backward() -> bool:
+    """Whether this thread runs inside of a backward; False where torch does not say."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    return current is not None and current() != -1
+
+
 def forget_old_meshes() -> None:
     """Empties DTensor's caches: they hand out older generations' meshes, which equal new ones."""
     if "torch.distributed.tensor" not in sys.modules:

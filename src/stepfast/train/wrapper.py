@@ -36,6 +36,7 @@ from stepfast.train import torch_private
 from stepfast.train.groups import Groups, Membership
 from stepfast.train.link import AgentLink
 from stepfast.train.monitor import Monitor
+from stepfast.train.pins import Pins
 from stepfast.train.rank_host import RankHost
 from stepfast.train.report import forget_frames, report_of
 from stepfast.train.rng import RngState
@@ -60,8 +61,14 @@ class RankProcess:
         self._rng_first: RngState | None = None
         self._returned: Any = None
         grace_s = solve_timeouts(device="cpu").interrupt_grace_s
-        self._monitor = Monitor(link, interrupt_grace_s=grace_s, answer_probe=self._answer_probe)
-        self._host = RankHost(self._monitor, Whereabout())
+        pins = Pins()
+        self._monitor = Monitor(
+            link,
+            interrupt_grace_s=grace_s,
+            answer_probe=self._answer_probe,
+            hear_pin=pins.hear,
+        )
+        self._host = RankHost(self._monitor, Whereabout(), pins)
         self._monitor.start()
 
     def run(self, function: Callable[..., Any]) -> Any:
@@ -106,6 +113,7 @@ class RankProcess:
             with self._monitor.user_code():
                 self._returned = function(run)
             self._monitor.check()
+            host.finish_snapshots()
             return MainReturned(step=run.finish(), digests=host.digests())
         except Interrupted as interrupted:
             forget_frames(interrupted)
@@ -164,6 +172,7 @@ class RankProcess:
         host.is_forming = False
         host.whereabout.clear()
         try:
+            host.settle_snapshots()
             host.kept.drop_loaders()
             if host.groups is not None:
                 host.groups.dissolve()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Set
+from itertools import compress
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.arena import Slot
 from stepfast.checkpoint.layout import Layout, TensorSpec, private_name
+from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopier
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
     Objects,
@@ -33,6 +35,8 @@ from stepfast.checkpoint.tensors.naming import (
     private_prefixes,
 )
 from stepfast.checkpoint.tensors.restoration import Restoration, Views
+from stepfast.checkpoint.tensors.staging import Aliases, Staging, differing, optimizer_held
+from stepfast.checkpoint.tensors.structure import Structure
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import StateError
 
@@ -43,23 +47,33 @@ class Collected(NamedTuple):
     layout: Layout
     tensors: list[Tensor]
     plain: bytes
+    # The type of device where only an optimizer's step changes the tensor, as far as is known.
+    held: list[str]
 
 
 class StateTree:
     """The tracked objects of one rank. For the thread that trains, between two steps."""
 
-    def __init__(self, objects: Objects, *, rank: int = 0) -> None:
+    def __init__(
+        self, objects: Objects, *, rank: int = 0, copiers: Mapping[str, Copier] | None = None
+    ) -> None:
         """Raises ScriptError for what cannot be tracked, by name, and for state that cannot be
         kept, by its path: now, rather than at the first snapshot.
+
+        `copiers`: by type of device, what copies beside the training; default: all there are.
         """
         for name, value in objects.items():
             check_trackable(name, value)
         check_coupled(objects)
         self._objects = dict(objects)
         self.rank, self._private = rank, private_prefixes(objects)
+        default: Mapping[str, Copier] = {"cpu": ThreadCopier(), "cuda": StreamCopier()}
+        self._copiers = default if copiers is None else copiers
         self._inspector = Inspector()
         self._known: Mapping[str, Known] = {}
         self._specs: list[TensorSpec] = []
+        self._walk: tuple[Structure, Walk] | None = None
+        self._aliases = Aliases()
         self._layout: Layout | None = None
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
         self.collect()
@@ -68,26 +82,59 @@ class StateTree:
     def collect(self) -> Collected:
         """What is there to keep now. ScriptError names the path of state that cannot be kept."""
         sink = self._sink()
-        blob = Walk(self._objects).everything(sink)
+        blob = self._present_walk().everything(sink)
         found = self._known = sink.found
         specs = [known.spec for known in found.values()]
         room = self._layout is not None and self._layout.has_room_for(len(blob))
         if self._layout is None or not room or specs != self._specs:
             self._layout, self._specs = Layout.build(specs, len(blob), rank=self.rank), specs
-        tensors = [found[entry.name].local for entry in self._layout.entries]
-        return Collected(self._layout, tensors, blob)
+        known = [found[entry.name] for entry in self._layout.entries]
+        ids = optimizer_held(self._objects)
+        devices = [k.ref.device if id(k.tensor) in ids else "" for k in known]
+        held = [device if device in self._copiers else "" for device in devices]
+        return Collected(self._layout, [k.local for k in known], blob, held)
 
     @torch.no_grad()
     def copy_into(self, slot: Slot, state: Collected) -> None:
         """Copy `state` into an unsealed slot of its layout."""
+        torch._foreach_copy_(self._targets(slot, state), state.tensors)
+        slot.write_plain(state.plain)
+
+    @torch.no_grad()
+    def stage(self, slot: Slot, state: Collected, at_boundary: Set[str]) -> Staging:
+        """Copy `state` as `copy_into` does, what optimizers hold beside the training.
+
+        The rest, and what `at_boundary` names, is in the slot when this returns.
+        """
+        entries, targets = slot.layout.entries, self._targets(slot, state)
+        later = list(state.held)
+        if at_boundary:
+            pairs = zip(later, entries, strict=True)
+            later = ["" if entry.name in at_boundary else device for device, entry in pairs]
+        now = [not device for device in later]
+        names = [entry.name for entry in compress(entries, later)]
+        staging = Staging(names, list(compress(state.tensors, later)), list(filter(None, later)))
+        torch._foreach_copy_(list(compress(targets, now)), list(compress(state.tensors, now)))
+        slot.write_plain(state.plain)
+        sources = self._aliases.of(staging)
+        staging.start(slot, list(compress(targets, later)), sources, self._copiers)
+        return staging
+
+    def held_and_different(self, slot: Slot, state: Collected) -> list[str]:
+        """What optimizers hold and is not what the slot has any more, where `state` went whole."""
+        targets = compress(self._targets(slot, state), state.held)
+        names = [entry.name for entry in compress(slot.layout.entries, state.held)]
+        found = differing(list(targets), list(compress(state.tensors, state.held)))
+        return [names[index] for index in found]
+
+    def _targets(self, slot: Slot, state: Collected) -> list[Tensor]:
         assert slot.layout.digest == state.layout.digest, "the slot is laid out for another state"
         targets = self._slot_tensors.get(slot)
         if targets is None:
             # Kept, for making them again would cost as much as a small copy; gone with their slot.
             targets = [over(slot.view(entry), entry) for entry in slot.layout.entries]
             self._slot_tensors[slot] = targets
-        torch._foreach_copy_(targets, state.tensors)
-        slot.write_plain(state.plain)
+        return targets
 
     @torch.no_grad()
     def restore_from(self, source: Views, left_alone: Set[str] = frozenset()) -> None:
@@ -101,7 +148,8 @@ class StateTree:
             raise StateError(str(error)) from error
         walk, sink = Walk(self._objects), self._sink()
         walk.held(sink)
-        self._known = {}  # or tensors that the restored state has not would stay alive
+        # Or tensors that the restored state has not would stay alive.
+        self._known, self._walk, self._aliases = {}, None, Aliases()
         Restoration(walk, sink.found, self._inspector, source, tree, left_alone).run()
         after = Sink(self._inspector, sink.found)
         Walk(self._objects).held(after)
@@ -131,6 +179,12 @@ class StateTree:
                 digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
                 rows.append((name, known.spec.offsets, digest))
         return rows
+
+    def _present_walk(self) -> Walk:
+        if self._walk is None or not self._walk[0].is_same():
+            roots = [value for value in self._objects.values() if isinstance(value, nn.Module)]
+            self._walk = Structure(roots), Walk(self._objects)
+        return self._walk[1]
 
     def _sink(self) -> Sink:
         return Sink(self._inspector, self._known, rank=self.rank, private=self._private)

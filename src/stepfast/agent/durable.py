@@ -1,0 +1,172 @@
+"""The agent's hands in the checkpoint store: list, write, commit, each in a thread of its own.
+
+Owns: the threads, and the store that is opened once. Does not own: what is written when
+(`core.node_durable`), bytes and names (`checkpoint`).
+Invariants: nothing here blocks the event loop; every piece of work ends as exactly one input of the
+node's machine; a store that never answers keeps no process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from stepfast.checkpoint import catalog
+from stepfast.checkpoint.arena import sealed_slots
+from stepfast.checkpoint.catalog import Retention
+from stepfast.checkpoint.commit import commit
+from stepfast.checkpoint.manifest import Manifest, checkpoint_name
+from stepfast.checkpoint.store import CheckpointStore, open_store
+from stepfast.checkpoint.writer import write_slot
+from stepfast.core.messages import JobSettings
+from stepfast.core.node_state import (
+    CheckpointsListed,
+    CommitEnded,
+    NodeInput,
+    SlotNotWritten,
+    SlotWritten,
+    StoreUnusable,
+)
+from stepfast.core.outputs import CommitShards, WriteSlot
+from stepfast.core.terms import SnapshotId
+from stepfast.errors import StateError, StepfastError
+
+Feed = Callable[[NodeInput], None]
+
+
+class DurableWork:
+    """One per agent, made at the welcome. Called in the event loop; `feed` is called there too."""
+
+    def __init__(self, settings: JobSettings, slot_root: Path, feed: Feed) -> None:
+        """Nothing is opened before `list_checkpoints`."""
+        self._settings = settings
+        self._slot_root = slot_root
+        self._feed = feed
+        self._loop = asyncio.get_running_loop()
+        self._opened: CheckpointStore | None = None
+        self._opening = threading.Lock()
+
+    def list_checkpoints(self) -> None:
+        """What the store holds."""
+        self._begin("list", self._list)
+
+    def write(self, order: WriteSlot) -> None:
+        """A slot into the store."""
+        self._begin(f"write-{order.rank}", lambda: self._write(order))
+
+    def commit(self, order: CommitShards) -> None:
+        """The manifest, and the end of what need not be kept."""
+        self._begin("commit", lambda: self._commit(order))
+
+    def _begin(self, name: str, work: Callable[[], NodeInput]) -> None:
+        def run() -> None:
+            given = work()
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._feed, given)
+
+        threading.Thread(target=run, name=f"stepfast-{name}", daemon=True).start()
+
+    def _store(self) -> CheckpointStore:
+        with self._opening:
+            if self._opened is None:
+                self._opened = open_store(self._settings.checkpoints.url)
+            return self._opened
+
+    def _list(self) -> NodeInput:
+        try:
+            store = self._store()
+            seen = catalog.survey(store)
+            _try_to_write(store, self._slot_root.name)
+        except (OSError, StepfastError) as error:
+            return StoreUnusable(f"the checkpoint store cannot be used: {error}")
+        committed = tuple(sorted(manifest.snapshot for manifest in seen.manifests))
+        return CheckpointsListed(committed, tuple(finding.text for finding in seen.damaged))
+
+    def _write(self, order: WriteSlot) -> NodeInput:
+        began = time.monotonic()
+        try:
+            shard = write_slot(
+                self._store(),
+                self._slot_path(order),
+                order.checkpoint,
+                rank=order.rank,
+                world_size=self._settings.world_size,
+                bytes_per_s=self._settings.checkpoints.bytes_per_s_max,
+            )
+        except (OSError, StepfastError) as error:
+            return SlotNotWritten(order.rank, order.checkpoint, str(error))
+        return SlotWritten(order.rank, order.checkpoint, shard, time.monotonic() - began)
+
+    def _slot_path(self, order: WriteSlot) -> Path:
+        directory = self._slot_root / f"rank-{order.rank}"
+        for slot in sealed_slots(directory):
+            if slot.snapshot == order.checkpoint:
+                return slot.path
+        raise StateError(f"{directory}: no slot holds step {order.checkpoint.step} any more")
+
+    def _commit(self, order: CommitShards) -> NodeInput:
+        began = time.monotonic()
+        name = checkpoint_name(order.checkpoint.step, order.checkpoint.generation)
+        size_bytes = sum(shard.size_bytes for shard in order.shards)
+        removed: frozenset[SnapshotId] = frozenset()
+        reason = None
+        try:
+            commit(self._store(), self._manifest(order))
+            removed = self._remove_old(order)
+        except (OSError, StepfastError) as error:
+            reason = str(error)
+        return CommitEnded(
+            checkpoint=order.checkpoint,
+            name=name,
+            size_bytes=size_bytes,
+            seconds=time.monotonic() - began,
+            removed=removed,
+            reason=reason,
+        )
+
+    def _manifest(self, order: CommitShards) -> Manifest:
+        settings = self._settings
+        return Manifest(
+            job_id=settings.job_id,
+            step=order.checkpoint.step,
+            generation=order.checkpoint.generation,
+            world_size=settings.world_size,
+            nproc_per_node=settings.nproc_per_node,
+            stepfast_version=_version_of("stepfast"),
+            torch_version=_version_of("torch"),
+            created_at_s=time.time(),
+            files=order.shards,
+        )
+
+    def _remove_old(self, order: CommitShards) -> frozenset[SnapshotId]:
+        """What fails here is tried again behind the next commit."""
+        settings = self._settings.checkpoints
+        retention = Retention(
+            keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps
+        )
+        try:
+            protected = order.in_flight | {order.checkpoint}
+            removed = catalog.prune(self._store(), retention, protected=protected)
+            catalog.sweep_unfinished(self._store(), in_flight=order.in_flight)
+        except (OSError, StepfastError):
+            return frozenset()
+        return frozenset(removed)
+
+
+def _try_to_write(store: CheckpointStore, node: str) -> None:
+    """A store that takes nothing is found before the first step, not at the first checkpoint."""
+    name = f"probe-{node}"
+    with store.writer(name) as writer:
+        writer.write(b"may this node write here?")
+    store.delete(name)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

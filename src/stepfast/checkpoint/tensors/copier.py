@@ -1,0 +1,226 @@
+"""Copying tensors into a slot beside the training: one thread on a CPU, one stream on CUDA.
+
+Owns: the copies, and when their bytes are in place. Does not own: which tensors are copied and
+whether they changed meanwhile (`staging`), the slot and its seal.
+
+Invariants:
+- A copy that has ended writes no more, whether whole, cancelled or failed; `wait` says which.
+- The memory that is read stays alive until then, whatever becomes of the tensors.
+- The thread holds no lock that anybody else takes, and never keeps the process alive: a process
+  forked meanwhile has no such thread and no trace of it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, finalize
+
+import torch
+from torch import Tensor
+
+from stepfast.checkpoint.arena import Slot
+from stepfast.errors import OperatingError
+
+PIECE_BYTES = 8 << 20
+"""A cancelled copy ends behind the present piece: about a millisecond. Smaller pieces only take the
+interpreter's lock more often.
+"""
+SMALL_BYTES = 128 << 10
+"""Tensors up to this size are copied many in one call. torch copies so few elements of any dtype in
+the calling thread, without its pool.
+"""
+COPY_ERRORS = (RuntimeError, MemoryError, OSError, ValueError)
+"""What a copy may fail with; torch's and CUDA's errors are RuntimeErrors."""
+_POLL_S = 0.0005
+
+
+class Copying(Protocol):
+    """Copies that are under way."""
+
+    @property
+    def stands_after_abort(self) -> bool:
+        """Whether what was copied is sound though the groups were aborted meanwhile."""
+
+    @property
+    def own_s(self) -> float:
+        """Processor time that the copying took beside the training, once it has ended."""
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it has ended within the limit. Raises what stopped it before it was whole."""
+
+    def cancel(self) -> None:
+        """Stop soon. It has ended when `wait` says so."""
+
+
+class Copier(Protocol):
+    """Starts copies of tensors of one kind of device into slots."""
+
+    def start(self, slot: Slot, targets: list[Tensor], sources: list[Tensor]) -> Copying:
+        """Copy `sources`, which nobody else resizes or frees, into `targets`, views of `slot`."""
+
+
+# ------------------------------------------------------------------------------------------ a CPU
+
+
+class ThreadCopier:
+    """Copies of CPU tensors, each by a thread of its own that ends with it.
+
+    One thread copies 5 GB/s and more, so a pool would win little and take cores from the training:
+    large contiguous tensors go by memmove, which knows no pool.
+    """
+
+    def start(self, slot: Slot, targets: list[Tensor], sources: list[Tensor]) -> ThreadCopying:
+        """See `Copier`. Raises OperatingError where no thread can be had."""
+        return ThreadCopying(targets, sources)
+
+
+class ThreadCopying:
+    """See `Copying`."""
+
+    stands_after_abort = True  # a boundary is reached behind every collective of its step
+
+    def __init__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        self.own_s = 0.0
+        self._targets, self._sources = targets, sources
+        self._cancelled = False
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        try:
+            # Not threading.Thread: its start waits for the thread's first lines, its end is joined.
+            _thread.start_new_thread(self._run, ())
+        except RuntimeError as error:
+            raise OperatingError(f"no thread to copy a snapshot with: {error}") from error
+
+    def wait(self, limit_s: float) -> bool:
+        """See `Copying`."""
+        if not self._ended.wait(limit_s):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def cancel(self) -> None:
+        """See `Copying`."""
+        self._cancelled = True
+
+    def _run(self) -> None:
+        try:
+            for piece in pieces(self._targets, self._sources):
+                if self._cancelled:
+                    break
+                piece()
+        except COPY_ERRORS as error:
+            self._error = error
+        finally:
+            self._targets, self._sources = [], []  # the thread outlives its last line
+            self.own_s = time.thread_time()
+            self._ended.set()
+
+
+def pieces(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Iterator[Callable[[], object]]:
+    """Calls that copy `sources` into `targets` together, each of them some `PIECE_BYTES` at most.
+
+    Only a tensor that is not contiguous is one piece whatever its size.
+    """
+    few: tuple[list[Tensor], list[Tensor]] = ([], [])
+    few_bytes = 0
+    for target, source in zip(targets, sources, strict=True):
+        size_bytes = target.numel() * target.element_size()
+        if size_bytes > SMALL_BYTES:
+            yield from _pieces_of(target, source, size_bytes)
+            continue
+        few[0].append(target)
+        few[1].append(source)
+        few_bytes += size_bytes
+        if few_bytes > PIECE_BYTES:
+            yield partial(torch._foreach_copy_, *few)
+            few, few_bytes = ([], []), 0
+    if few[0]:
+        yield partial(torch._foreach_copy_, *few)
+
+
+def _pieces_of(target: Tensor, source: Tensor, size_bytes: int) -> Iterator[Callable[[], object]]:
+    is_plain = type(source) is Tensor and not source.is_conj() and not source.is_neg()
+    if not is_plain or not source.is_contiguous():
+        yield partial(target.copy_, source)
+        return
+    to, start = target.data_ptr(), source.data_ptr()
+    for at in range(0, size_bytes, PIECE_BYTES):
+        yield partial(ctypes.memmove, to + at, start + at, min(PIECE_BYTES, size_bytes - at))
+
+
+# ------------------------------------------------------------------------------------------- CUDA
+
+
+class StreamCopier:
+    """Copies of CUDA tensors, on a side stream behind the work that is queued when they start.
+
+    Never run: no machine with a GPU was at hand. Its calls and their order are tested with doubles
+    in the place of `torch.cuda` alone. The slot's memory is registered as pinned when it is first
+    used; without that each copy would hold the host. Nothing waits for the whole device.
+    """
+
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        """`cuda`: the module `torch.cuda`, or a double of it."""
+        self._cuda = cuda
+        self._stream: Any = None
+        self._pinned: WeakKeyDictionary[Slot, finalize[..., Any]] = WeakKeyDictionary()
+
+    def start(self, slot: Slot, targets: list[Tensor], sources: list[Tensor]) -> StreamCopying:
+        """See `Copier`. Raises OperatingError where the slot's memory cannot be pinned."""
+        if self._stream is None:
+            self._stream = self._cuda.Stream()
+        if slot not in self._pinned:
+            self._pinned[slot] = self._pin(slot)
+        self._stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._stream):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            done = self._cuda.Event()
+            done.record(self._stream)
+        return StreamCopying(done, targets, sources)
+
+    def _pin(self, slot: Slot) -> finalize[..., Any]:
+        memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
+        driver, address = self._cuda.cudart(), memory.data_ptr()
+        code = driver.cudaHostRegister(address, memory.numel(), 0)
+        if int(code) != 0:
+            raise OperatingError(
+                f"{slot.path}: CUDA refused to pin {memory.numel()} bytes (error {int(code)});"
+                " raise the limit of locked memory (ulimit -l)"
+            )
+        # Runs while the slot still holds its mapping. At the process's end the driver does it.
+        undo = finalize(slot, driver.cudaHostUnregister, address)
+        undo.atexit = False
+        return undo
+
+
+class StreamCopying:
+    """See `Copying`. The host waits for the event of its last copy, while the device goes on with
+    what is queued behind. Never run, like `StreamCopier`.
+    """
+
+    # The host is ahead of the device: what it copies may come out of a collective that was aborted.
+    stands_after_abort = False
+    own_s = 0.0
+
+    def __init__(self, done: Any, targets: list[Tensor], sources: list[Tensor]) -> None:
+        self._done = done
+        self._alive = targets, sources
+
+    def wait(self, limit_s: float) -> bool:
+        """See `Copying`. Polled, for the driver's own wait has no limit."""
+        deadline_s = time.monotonic() + limit_s
+        while not self._done.query():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def cancel(self) -> None:
+        """What is queued on a stream cannot be taken back; it only has to end."""

@@ -1,0 +1,167 @@
+"""What of a snapshot may be copied while the training goes on, and whether that went well.
+
+Owns: which tensors change inside of an optimizer's step alone; whether one of them changed all the
+same. Does not own: the copying (`copier`), when to wait for it and what follows (`capture`).
+
+A change is seen by the tensor's version or by other memory behind it. Some leave no such trace:
+writes through `.data`, kernels of one's own, fused optimizers. For those there are the fence before
+every optimizer's step, and `differing`, which compares bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from stepfast.checkpoint.arena import Slot
+from stepfast.checkpoint.tensors.copier import COPY_ERRORS, Copier, Copying
+from stepfast.checkpoint.tensors.naming import is_transparent
+
+Copiers = Mapping[str, Copier]  # by type of device
+_CANCEL_LIMIT_S = 10.0
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Staging:
+    """The part of one snapshot that is copied beside the training."""
+
+    def __init__(self, names: list[str], tensors: list[Tensor], devices: list[str]) -> None:
+        """`tensors`: the local tensors under `names`, as they are at the boundary, on `devices`."""
+        self.names = names
+        self.tensors = tensors
+        # No shapes: with the same memory and version, what was copied is what was there.
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self._versions = _versions(tensors)
+        self._devices = devices
+        self._under_way: list[Copying] = []
+
+    def start(
+        self, slot: Slot, targets: list[Tensor], sources: list[Tensor], copiers: Copiers
+    ) -> None:
+        """Begin to copy `sources`, aliases of the tensors, into `targets`."""
+        try:
+            for device, copier in copiers.items():
+                mine = [each == device for each in self._devices]
+                if any(mine):
+                    pairs = list(compress(targets, mine)), list(compress(sources, mine))
+                    self._under_way.append(copier.start(slot, *pairs))
+        except BaseException:
+            self.cancel()
+            self.wait(_CANCEL_LIMIT_S)
+            raise
+
+    @property
+    def stands_after_abort(self) -> bool:
+        """Whether what was copied is sound though the groups were aborted meanwhile."""
+        return all(copying.stands_after_abort for copying in self._under_way)
+
+    @property
+    def own_s(self) -> float:
+        """Processor time that the copying took beside the training, once it has ended."""
+        return sum(copying.own_s for copying in self._under_way)
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether all has ended within the limit; then it raises what stopped a copy."""
+        deadline_s, failure = time.monotonic() + limit_s, None
+        for copying in self._under_way:
+            try:
+                if not copying.wait(max(0.0, deadline_s - time.monotonic())):
+                    return False
+            except COPY_ERRORS as error:  # the others still write
+                failure = error
+        if failure is not None:
+            raise failure
+        return True
+
+    def cancel(self) -> None:
+        """Stop soon; `wait` says when."""
+        for copying in self._under_way:
+            copying.cancel()
+
+    def changed(self) -> list[str]:
+        """The tensors that were changed or given other memory since the boundary."""
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        versions = _versions(self.tensors)
+        if addresses == self.addresses and versions == self._versions:
+            return []
+        before = zip(self.addresses, self._versions, strict=True)
+        pairs = zip(before, zip(addresses, versions, strict=True), strict=True)
+        return [name for name, (x, y) in zip(self.names, pairs, strict=True) if x != y]
+
+
+class Aliases:
+    """Tensors over the memory that is copied: it stays, though the originals be given other memory.
+
+    Kept from one snapshot to the next, for making them takes time at each boundary.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, Tensor] = {}  # by address; what it keeps alive has that address alone
+
+    def of(self, staging: Staging) -> list[Tensor]:
+        """An alias of each staged tensor."""
+        before, found = self._of, []
+        for address, tensor in zip(staging.addresses, staging.tensors, strict=True):
+            alias = before.get(address)
+            if alias is None or not _same_view(alias, tensor):
+                alias = tensor.detach()
+            found.append(alias)
+        self._of = dict(zip(staging.addresses, found, strict=True))
+        return found
+
+
+def _same_view(alias: Tensor, tensor: Tensor) -> bool:
+    return (
+        alias.shape == tensor.shape
+        and alias.dtype == tensor.dtype
+        and alias.stride() == tensor.stride()
+    )
+
+
+def optimizer_held(objects: Mapping[str, Any]) -> set[int]:
+    """By identity: what only an optimizer's step changes, by all that is known before a turn.
+
+    The parameters in tracked optimizers' groups, and the tensors of their state. Parameters of no
+    optimizer are not among them: a copy that averages is written to at any time.
+    """
+    held: set[int] = set()
+    for value in objects.values():
+        if not isinstance(value, Optimizer):
+            continue
+        for group in value.param_groups:
+            held.update(map(id, group["params"]))
+        if is_transparent(value):
+            for state in value.state.values():
+                if isinstance(state, dict):
+                    held.update(id(v) for v in state.values() if isinstance(v, Tensor))
+    return held
+
+
+@torch.no_grad()
+def differing(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[int]:
+    """The indices at which a tensor is not, bit for bit, what its target holds."""
+    pairs = enumerate(zip(targets, tensors, strict=True))
+    return [index for index, pair in pairs if not _agree(*pair)]
+
+
+def _agree(target: Tensor, tensor: Tensor) -> bool:
+    if tensor.dtype != target.dtype or tensor.shape != target.shape:
+        return False
+    return torch.equal(_bits(target).to(tensor.device), _bits(tensor))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(_BITS[tensor.element_size()])
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # a tensor made in inference mode has none, and no optimizer updates it
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -1,0 +1,158 @@
+"""Durable checkpoints as the machines see them: which are due, whose shards are written, which one
+is read.
+
+Owns: the settings, the account of what is written and committed, the choice of what to resume from.
+Does not own: bytes, stores (`checkpoint`), the handling of messages (`core.job_durable`).
+Invariants: a checkpoint is committed only when every rank's shard of it is written; one whose
+lineage was abandoned, or that was found damaged, is never chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from stepfast.core.recovery import Lineage
+from stepfast.core.terms import Generation, NodeId, SnapshotId, Step
+
+CHECKPOINT_LIMIT_S = 3600.0  # writing or committing one may take so long; then it has failed
+# A job that ends may take so long to make its newest state durable: below the two minutes that a
+# spot instance is told beforehand.
+DRAIN_LIMIT_S = 90.0
+_UNFINISHED_MAX = 4  # so many checkpoints are gathered at once; the oldest gives way
+_FAILURES_MAX = 16  # the newest reasons are remembered
+_COMMITTED_MAX = 256  # more than any retention keeps within reach of a restart
+
+
+class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's file, as it was written.
+
+    `name` is relative to the checkpoint's directory; `digest` is of all its bytes, `layout_digest`
+    that of the slot's layout. `blocks` has the checksums of its blocks of `block_bytes` (the last
+    one is shorter), one behind the other, so that a part of the file can be verified.
+    """
+
+    rank: int
+    name: str
+    size_bytes: int
+    digest: str
+    layout_digest: str
+    block_bytes: int
+    blocks: str
+
+
+class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a checkpoint due, and what is kept. The job's last step always is."""
+
+    url: str = ""  # of the store; empty: nothing is made durable
+    interval_steps: int = 0  # 0: not by steps
+    interval_s: float = 0.0  # 0: not by time
+    keep_last: int = 2
+    keep_every_steps: int = 0  # 0: none is kept for its step
+    bytes_per_s_max: float | None = None  # of each rank; None: as fast as the store takes it
+    is_strict: bool = False  # a damaged checkpoint ends the job instead of an older one being used
+
+    def is_due(self, step: Step) -> bool:
+        """Whether the step is one of those that every rank makes durable by itself."""
+        return bool(self.url and self.interval_steps and step and step % self.interval_steps == 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A commit that a node was asked for."""
+
+    checkpoint: SnapshotId
+    node: NodeId
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """A step that is made durable because time went by; no rank had reached it when it was told."""
+
+    step: Step = Step(-1)
+    at: float = 0.0
+    margin_steps: int = 2  # doubled where ranks were faster than the word
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durable:
+    """What the job knows of its checkpoints."""
+
+    committed: frozenset[SnapshotId] = frozenset()
+    rejected: frozenset[SnapshotId] = frozenset()  # found damaged when they were to be loaded
+    shards: Mapping[SnapshotId, Mapping[int, ShardFile]] = field(default_factory=dict)
+    failed: Mapping[SnapshotId, str] = field(default_factory=dict)
+    commit: Commit | None = None
+    announced: Announcement = Announcement()
+
+    def told_of(self, committed: Iterable[SnapshotId]) -> Durable:
+        """What a node found in the store."""
+        return replace(self, committed=_newest(self.committed.union(committed)))
+
+    def written(self, checkpoint: SnapshotId, shard: ShardFile) -> Durable:
+        """One more shard."""
+        if checkpoint in self.committed:
+            return self
+        known = {**self.shards.get(checkpoint, {}), shard.rank: shard}
+        shards = {**self.shards, checkpoint: known}
+        kept = sorted(shards)[-_UNFINISHED_MAX:]
+        return replace(self, shards={c: shards[c] for c in kept})
+
+    def lost(self, checkpoint: SnapshotId, reason: str) -> Durable:
+        """It will never be whole; the first reason counts."""
+        failed = {**self.failed, checkpoint: self.failed.get(checkpoint, reason)}
+        kept = sorted(failed)[-_FAILURES_MAX:]
+        shards = {c: s for c, s in self.shards.items() if c != checkpoint}
+        commit = self.commit
+        if commit is not None and commit.checkpoint == checkpoint:
+            commit = None
+        return replace(self, failed={c: failed[c] for c in kept}, shards=shards, commit=commit)
+
+    def begun_again(self, step: Step) -> Durable:
+        """The step is written once more: earlier failures count no more."""
+        failed = {c: reason for c, reason in self.failed.items() if c.step != step}
+        return replace(self, failed=failed)
+
+    def failure(self, step: Step) -> str | None:
+        """Why the step will not be durable, where that is known."""
+        return next((reason for c, reason in sorted(self.failed.items()) if c.step == step), None)
+
+    def done(self, checkpoint: SnapshotId) -> Durable:
+        """It is committed: what was being gathered of older ones is of no use any more."""
+        shards = {c: s for c, s in self.shards.items() if c > checkpoint}
+        commit = self.commit
+        if commit is not None and commit.checkpoint <= checkpoint:
+            commit = None
+        committed = _newest(self.committed | {checkpoint})
+        return replace(self, committed=committed, shards=shards, commit=commit)
+
+    def refused(self, checkpoint: SnapshotId) -> Durable:
+        """It was read and is damaged."""
+        return replace(self, rejected=self.rejected | {checkpoint})
+
+    def whole(self, world_size: int, lineage: Lineage) -> SnapshotId | None:
+        """The newest checkpoint on the lineage of which every shard is written."""
+        ready = [c for c, s in self.shards.items() if len(s) == world_size and lineage.admits(c)]
+        return max(ready, default=None)
+
+    def newest(self, lineage: Lineage) -> SnapshotId | None:
+        """The one to resume from, as far as durable ones are concerned."""
+        usable = self.committed - self.rejected
+        return max((c for c in usable if lineage.admits(c)), default=None)
+
+    def holds(self, step: Step, lineage: Lineage) -> bool:
+        """Whether this very step of the lineage is committed."""
+        usable = self.committed - self.rejected
+        return any(c.step == step and lineage.admits(c) for c in usable)
+
+    @property
+    def newest_generation(self) -> Generation:
+        """No generation of the job may have a number that a checkpoint in the store has."""
+        return max((c.generation for c in self.committed), default=Generation(0))
+
+
+def _newest(checkpoints: Iterable[SnapshotId]) -> frozenset[SnapshotId]:
+    return frozenset(sorted(checkpoints)[-_COMMITTED_MAX:])

@@ -1,0 +1,260 @@
+"""The job's handling of durable checkpoints: announce, gather, have them committed, and wait for
+the last one.
+
+Works on a `Turn` of the job's machine (`core.job`). Owns: when a step is announced, who commits.
+Does not own: the account itself (`core.durable`).
+Invariants: at most one commit is under way; a job with a checkpoint store finishes only when its
+last step is committed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from stepfast.core.durable import CHECKPOINT_LIMIT_S, DRAIN_LIMIT_S, Announcement, Commit
+from stepfast.core.job_state import Drain, Phase
+from stepfast.core.job_turn import Turn
+from stepfast.core.messages import (
+    CheckpointAt,
+    CheckpointFailed,
+    CheckpointMissed,
+    CommitCheckpoint,
+    CommitDone,
+    PersistSlots,
+    ShardWritten,
+    StoreRefused,
+)
+from stepfast.core.placement import ranks_of
+from stepfast.core.recovery import choose_step
+from stepfast.core.terms import SnapshotId, Step
+from stepfast.errors import EXIT_TRY_AGAIN
+from stepfast.events import CheckpointCommitted, CheckpointLost, CheckpointRejected, Note
+
+_ANNOUNCED_AHEAD_S = 1.0  # heartbeats and orders take so long, at the most, on the way
+_MARGIN_STEPS_MAX = 1024
+_ABSENT_LIMIT_S = 10.0  # an ending job waits so long for nodes that lost their connection
+_LAST_STEP_HINT = "make room or reach the store, and run again: the state is kept in memory"
+
+
+def shard_written(turn: Turn, message: ShardWritten) -> None:
+    """Take a shard in; one of an abandoned lineage is of no use."""
+    state = turn.state
+    if not state.lineage.admits(message.checkpoint):
+        return
+    turn.update(durable=state.durable.written(message.checkpoint, message.shard))
+    commit_if_whole(turn)
+
+
+def failed(turn: Turn, message: CheckpointFailed) -> None:
+    """A shard or a commit failed: the checkpoint is given up, training goes on."""
+    durable = turn.state.durable
+    if message.checkpoint in durable.failed or message.checkpoint in durable.committed:
+        return
+    turn.record(
+        CheckpointLost(
+            step=message.checkpoint.step,
+            generation=message.checkpoint.generation,
+            rank=message.rank,
+            reason=message.reason,
+        )
+    )
+    turn.update(durable=durable.lost(message.checkpoint, message.reason))
+    commit_if_whole(turn)
+
+
+def committed(turn: Turn, message: CommitDone) -> None:
+    """The manifest is in the store: from now on the job can go on from there."""
+    durable = turn.state.durable
+    if message.checkpoint not in durable.committed:
+        turn.record(
+            CheckpointCommitted(
+                step=message.checkpoint.step,
+                generation=message.checkpoint.generation,
+                name=message.name,
+                size_bytes=message.size_bytes,
+                seconds=message.seconds,
+            )
+        )
+    turn.update(durable=durable.done(message.checkpoint))
+    commit_if_whole(turn)
+
+
+def missed(turn: Turn, message: CheckpointMissed) -> None:
+    """Ranks were faster than the word: announce again, further ahead."""
+    announced = turn.state.durable.announced
+    if message.step != announced.step:
+        return
+    margin = min(announced.margin_steps * 2, _MARGIN_STEPS_MAX)
+    _announce(turn, margin)
+
+
+def refused(turn: Turn, message: StoreRefused) -> None:
+    """No job begins that could not keep what it does."""
+    turn.end("failed", EXIT_TRY_AGAIN, f"node {message.node}: {message.reason}")
+
+
+def rejected(turn: Turn, checkpoint: SnapshotId, reason: str) -> None:
+    """A checkpoint was read and is damaged: an older one is used, or the job ends where that is
+    wished.
+    """
+    state = turn.state
+    if checkpoint in state.durable.rejected:
+        return
+    turn.record(
+        CheckpointRejected(step=checkpoint.step, generation=checkpoint.generation, reason=reason)
+    )
+    turn.update(durable=state.durable.refused(checkpoint))
+    if state.settings.checkpoints.is_strict:
+        hint = "without --strict an older one is used"
+        turn.end("failed", EXIT_TRY_AGAIN, f"{reason} ({hint})")
+
+
+def commit_if_whole(turn: Turn) -> None:
+    """Have one node commit what is whole; one at a time."""
+    state = turn.state
+    durable = state.durable
+    if durable.commit is not None:
+        return
+    checkpoint = durable.whole(state.settings.world_size, state.lineage)
+    nodes = state.membership.connected_nodes
+    if checkpoint is None or not nodes:
+        return
+    node = nodes[checkpoint.step % len(nodes)]
+    deadline = turn.now + CHECKPOINT_LIMIT_S
+    turn.update(
+        durable=replace(durable, commit=Commit(checkpoint=checkpoint, node=node, deadline=deadline))
+    )
+    shards = tuple(s for _, s in sorted(durable.shards[checkpoint].items()))
+    turn.send(node, CommitCheckpoint(checkpoint=checkpoint, shards=shards))
+
+
+def tick(turn: Turn) -> None:
+    """Time: a commit whose node went away is another node's; a checkpoint may be due."""
+    state = turn.state
+    commit = state.durable.commit
+    if commit is not None:
+        view = state.membership.nodes.get(commit.node)
+        if view is None or not view.connected:
+            turn.update(durable=replace(state.durable, commit=None))
+        elif turn.now > commit.deadline:
+            reason = f"not committed within {CHECKPOINT_LIMIT_S:g} s"
+            failed(turn, CheckpointFailed(checkpoint=commit.checkpoint, rank=None, reason=reason))
+    commit_if_whole(turn)
+    _announce_if_due(turn)
+
+
+def _announce_if_due(turn: Turn) -> None:
+    state = turn.state
+    interval_s = state.settings.checkpoints.interval_s
+    if not state.settings.checkpoints.url or not interval_s or state.phase is not Phase.RUNNING:
+        return
+    announced = state.durable.announced
+    if turn.now - (announced.at or state.opened_at) >= interval_s:
+        _announce(turn, announced.margin_steps)
+
+
+def _announce(turn: Turn, margin_steps: int) -> None:
+    state = turn.state
+    reached = max(state.steps.values(), default=Step(0))
+    elapsed_s = max(turn.now - state.running_since, _ANNOUNCED_AHEAD_S)
+    first = min(state.resumed.values(), default=reached)
+    per_second = max(0, reached - first) / elapsed_s
+    ahead = max(margin_steps, math.ceil(per_second * _ANNOUNCED_AHEAD_S) + 2)
+    interval = state.settings.snapshot_interval_steps
+    step = Step(-(-(reached + ahead) // interval) * interval)
+    told = Announcement(step=step, at=turn.now, margin_steps=margin_steps)
+    turn.update(durable=replace(state.durable, announced=told))
+    for node in state.membership.connected_nodes:
+        turn.send(node, CheckpointAt(generation=state.generation, step=step))
+
+
+def rank_returned(turn: Turn, step: Step) -> None:
+    """The first one at its last step, which is written from now on."""
+    if not turn.state.returned:
+        turn.update(durable=turn.state.durable.begun_again(step))
+
+
+def last_step_is_settled(turn: Turn) -> bool:
+    """Whether the job may finish: every rank has returned, and its last step is committed. Ends the
+    job where that cannot be had.
+    """
+    state = turn.state
+    if not state.settings.checkpoints.url:
+        return True
+    steps = {r.step for r in state.returned.values()}
+    if steps == {0}:
+        return True  # not a step was made
+    if len(steps) > 1:
+        text = f"ranks returned at steps {sorted(steps)}: no common last step to be committed"
+        turn.record(Note(topic="checkpoint", text=text))
+        return True
+    (step,) = steps
+    if state.durable.holds(step, state.lineage):
+        return True
+    reason = state.durable.failure(step)
+    if reason is not None:
+        what = f"step {step} is done but could not be made durable: {reason}"
+        turn.end("failed", EXIT_TRY_AGAIN, f"{what} ({_LAST_STEP_HINT})")
+    return False
+
+
+# --- an ending job -------------------------------------------------------------------------------
+
+
+def advance_drain(turn: Turn) -> None:
+    """The ranks are ended, then what their slots hold in common is made durable, then nodes may
+    leave.
+    """
+    state = turn.state
+    end = state.end
+    assert end is not None, "draining without an end"
+    nodes = state.membership.nodes
+    there = [n for n, view in nodes.items() if view.connected and not view.gone]
+    if turn.now > end.deadline:
+        _end_drain(turn, f"not within {DRAIN_LIMIT_S:g} s")
+    elif len(there) < state.nodes:
+        if turn.now > end.deadline - DRAIN_LIMIT_S + _ABSENT_LIMIT_S:
+            _end_drain(turn, "a node is away")
+    elif end.drain is Drain.RANKS and _all_ranks_ended(turn):
+        _drain_slots(turn)
+    elif end.drain is Drain.STORE:
+        assert end.drained is not None, "something is being written"
+        if end.drained in state.durable.committed:
+            turn.end_drain(turn.now + state.timeouts.stop_grace_s * 2, keep_memory=False)
+        elif (reason := state.durable.failed.get(end.drained)) is not None:
+            _end_drain(turn, reason)
+
+
+def _all_ranks_ended(turn: Turn) -> bool:
+    reports = turn.state.membership.ranks.values()
+    whole = len(reports) == turn.state.settings.world_size
+    return whole and all(report.pid == 0 for report in reports)
+
+
+def _drain_slots(turn: Turn) -> None:
+    state = turn.state
+    ranks = state.membership.ranks
+    plan = choose_step({rank: r.snapshots for rank, r in ranks.items()}, state.lineage)
+    stored = state.durable.newest(state.lineage)
+    is_new = plan is not None and plan.step > (0 if stored is None else stored.step)
+    if plan is None or not is_new:
+        turn.end_drain(turn.now + state.timeouts.stop_grace_s * 2, keep_memory=False)
+        return
+    assert state.end is not None, "draining without an end"
+    checkpoint = max(plan.sources.values())  # they are one: a step is sealed by all or by none
+    turn.update(
+        end=replace(state.end, drain=Drain.STORE, drained=checkpoint),
+        durable=state.durable.begun_again(plan.step),
+    )
+    for node in state.membership.connected_nodes:
+        local = ranks_of(node, state.settings.nproc_per_node)
+        sources = {r: plan.sources[r] for r in local}
+        turn.send(node, PersistSlots(checkpoint=checkpoint, sources=sources))
+
+
+def _end_drain(turn: Turn, reason: str) -> None:
+    text = f"the newest state could not be made durable: {reason}; it is kept in memory"
+    turn.record(Note(topic="checkpoint", text=text))
+    grace_s = turn.state.timeouts.stop_grace_s
+    turn.end_drain(turn.now + grace_s * 2, keep_memory=True)

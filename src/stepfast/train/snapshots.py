@@ -1,0 +1,114 @@
+"""The snapshots of one rank under an agent: when a copy begins, where the loop waits for it.
+
+Owns: the capture of the tracked state, the fence before every optimizer's step, the account of what
+snapshots cost. Does not own: cadence and generations (`train.rank_host`), the copies
+(`checkpoint`).
+
+Invariants: nothing that is copied is updated by an optimizer of torch before its copy is whole,
+whoever made it and whether it is tracked or not. When a generation is left no copy is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stepfast.checkpoint.arena import SLOTS_WITH_OVERLAP, Arena
+from stepfast.checkpoint.capture import Capture, Captured
+from stepfast.checkpoint.tensors.tree import StateTree
+from stepfast.core.terms import SnapshotId
+from stepfast.train.snapshot_cost import SnapshotCost
+
+
+class Snapshots:
+    """One object for the process; `attach` before the first snapshot of what was built."""
+
+    def __init__(
+        self,
+        *,
+        protected: Callable[[], frozenset[SnapshotId]],
+        on_sealed: Callable[[Captured], object],
+        note: Callable[[str, str], object],
+        check: Callable[[], object],
+        shield: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """The arguments are those of `Capture`; `shield`: code that no signal may tear apart."""
+        self.cost = SnapshotCost()
+        self._capture: Capture | None = None
+        self._protected, self._on_sealed = protected, on_sealed
+        self._note, self._check, self._shield = note, check, shield
+        # Of all optimizers: one that is not tracked may update tracked parameters.
+        self._hook = register_optimizer_step_pre_hook(self._before_any_step)
+
+    def attach(self, directory: Path, tree: StateTree, *, spare_slots: int = 0) -> None:
+        """From now on snapshots are taken of `tree`, where that is not so already.
+
+        `spare_slots`: so many may be protected for long without a snapshot having to wait.
+        """
+        if self._capture is None:
+            self._capture = Capture(
+                Arena(directory, SLOTS_WITH_OVERLAP + spare_slots),
+                tree,
+                protected=self._protected,
+                on_sealed=self._sealed,
+                note=self._note,
+                check=self._check,
+            )
+
+    def forget(self) -> None:
+        """What was built is dropped."""
+        assert self._capture is None or not self._capture.is_copying, "settled before"
+        self._capture = None
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a copy runs beside the training."""
+        return self._capture is not None and self._capture.is_copying
+
+    def begin(self, snapshot: SnapshotId, *, whole: bool = False) -> None:
+        """At a boundary: the state as it is now. `whole`: it is sealed when this returns."""
+        assert self._capture is not None, "attached before the first snapshot"
+        self.fence()
+        began = time.perf_counter()
+        if whole:
+            self._capture.take(snapshot)
+        else:
+            self._capture.stage(snapshot)
+        self.cost.boundary(time.perf_counter() - began, whole=not self.is_copying)
+
+    def fence(self) -> None:
+        """Hold until no copy is under way; raises what stopped one."""
+        if self._capture is None or self._capture.is_fenced:
+            return
+        began, whole = time.perf_counter(), not self.is_copying
+        self._capture.fence()
+        self.cost.fence(time.perf_counter() - began, whole=whole)
+
+    def try_seal(self) -> None:
+        """Where the copy has ended already, seal it now: what follows may take long."""
+        if self._capture is not None and self._capture.has_copied:
+            self._capture.fence()
+
+    def settle(self, *, aborted: bool) -> None:
+        """The generation is left; see `Capture.settle`."""
+        self.cost.drop_turn()
+        if self._capture is not None:
+            self._capture.settle(aborted=aborted)
+
+    def _sealed(self, captured: Captured) -> None:
+        if captured.overlapped:
+            self.cost.copied(captured.own_s)
+        self._on_sealed(captured)
+
+    def _before_any_step(self, *_: Any) -> None:
+        if threading.get_ident() == threading.main_thread().ident:
+            with self._shield():
+                self.fence()
+        elif self._capture is not None:
+            self._capture.hold()
