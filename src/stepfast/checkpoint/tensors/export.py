@@ -1,4 +1,4 @@
-"""A stored checkpoint as whole tensors in the formats of others.
+"""A stored checkpoint as whole tensors in torch's own formats.
 
 Owns: which tensors go out and under which names; the files. Does not own: reading (`reshard`), the
 command (`cli`). torch is needed: whoever must not load it runs this in a process of its own.
@@ -16,14 +16,13 @@ from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
 from stepfast.checkpoint.layout import TensorSpec, private_rank
 from stepfast.checkpoint.loading import OnRead, StoredCheckpoint
 from stepfast.checkpoint.overlap import true_shape
-from stepfast.checkpoint.tensors.local import dtype_name, over
+from stepfast.checkpoint.tensors.local import over
 from stepfast.checkpoint.tensors.reshard import fill
 from stepfast.checkpoint.tensors.wanted import Misfits, Wants
 from stepfast.errors import ConfigError, OperatingError, StateError
@@ -33,13 +32,11 @@ class ExportFormat(StrEnum):
     """What to write.
 
     `dcp`: a directory of `torch.distributed.checkpoint`; names are `object.name`. `torch`: a file
-    for `torch.load(..., weights_only=True)`, a dict of names for each object. `safetensors`: one
-    file; with one object alone, names are the object's own.
+    for `torch.load(..., weights_only=True)`, a dict of names for each object.
     """
 
     DCP = "dcp"
     TORCH = "torch"
-    SAFETENSORS = "safetensors"
 
 
 def export(
@@ -65,11 +62,6 @@ def export(
                 _write_dcp(hidden, found)
             case ExportFormat.TORCH:
                 torch.save(_by_object(found), hidden)
-            case ExportFormat.SAFETENSORS:
-                bare = len({name.partition(".")[0] for name in found}) == 1
-                _write_safetensors(
-                    hidden, {n.partition(".")[2] or n if bare else n: t for n, t in found.items()}
-                )
         os.rename(hidden, target)
     except OSError as error:
         raise OperatingError(f"{target}: {error.strerror or error}") from error
@@ -123,25 +115,3 @@ def _write_dcp(directory: Path, found: dict[str, Tensor]) -> None:
         # That there is no process group is as it is meant.
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         dcp.save(found, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
-
-
-def _write_safetensors(path: Path, found: dict[str, Tensor]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    ordered = sorted(found.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": dtype_name(tensor),
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = msgspec.json.encode(header)
-    text += b" " * (-(len(text) + 8) % 64)
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            if tensor.numel():
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())

@@ -247,11 +247,6 @@ def sharded(local: Tensor, entry: Entry, shards: tuple[int, ...], model: Tensor 
     )  # fmt: skip
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """The name that the safetensors format has for a tensor's dtype."""
-    return _DTYPES[tensor.dtype]
-
-
 def words(spec: TensorSpec) -> str:
     """A spec as a message shows it."""
     return f"{spec.dtype} {list(spec.shape)} at {list(spec.offsets)} of {list(spec.global_shape)}"
