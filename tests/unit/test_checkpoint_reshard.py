@@ -33,7 +33,7 @@ from stepfast.checkpoint.loading import CheckpointDamaged, StoredCheckpoint
 from stepfast.checkpoint.tensors.reshard import Restored, restore
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.writer import write_slot
-from stepfast.errors import StateError
+from stepfast.errors import ScriptError, StateError
 from stepfast.train.data import TrackedLoader
 from stepfast.train.whereabouts import Whereabout
 
@@ -402,3 +402,17 @@ def test_a_tracked_loader_begins_its_epoch_anew_in_another_world(
         assert objects["batches"].epoch == 1 and found[:consumed] == second_epoch
     else:
         assert objects["batches"].epoch == 0 and found == first_epoch
+
+
+def test_a_part_that_is_not_in_one_piece_is_refused() -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    with on_rank(1, 2):
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        rows = DTensor.from_local(
+            torch.zeros(4, 2), mesh, [_StridedShard(0, split_factor=2)], run_check=False,
+            shape=torch.Size((8, 2)), stride=(2, 1),
+        )  # fmt: skip
+        with pytest.raises(ScriptError, match=r"weight is a DTensor .* redistribute it"):
+            StateTree({"weight": rows})

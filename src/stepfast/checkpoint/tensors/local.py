@@ -31,6 +31,9 @@ _DTYPES = {
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # shape and offsets
+
+
 class _Place(NamedTuple):
     """Which part of a DTensor this rank holds: all that its offsets follow from, but its shape."""
 
@@ -104,7 +107,7 @@ class Inspector:
     """Says what a tensor is. Remembers where parts begin: the same few shapes come again."""
 
     def __init__(self) -> None:
-        self._parts: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        self._parts: dict[object, _Box | None] = {}
 
     def known(self, name: str, tensor: Tensor | Part) -> Known:
         """What is to be known of `tensor` under `name`; ScriptError where it cannot be kept."""
@@ -143,28 +146,25 @@ class Inspector:
         local_shape = tuple(local_of(tensor).shape)
         if place.coordinate is None:  # a rank outside of the mesh, which holds nothing
             return TensorSpec(name, dtype, local_shape, shape, ())
-        arithmetic, offsets = self._part_of(shape, place)
-        if arithmetic != local_shape:
+        part = self._part_of(shape, place)
+        if part is None or part[0] != local_shape:
             raise ScriptError(
-                f"{name} is a DTensor of which this rank holds {list(local_shape)}, not the"
-                f" {list(arithmetic)} of its placements {place.placements}; which part it is"
-                " cannot be told"
+                f"{name} is a DTensor with {list(local_shape)} of {list(shape)} on this rank,"
+                f" placed as {place.placements}; which part that is cannot be told: redistribute it before"
+                " run.track()"
             )
-        return TensorSpec(name, dtype, local_shape, shape, offsets)
+        return TensorSpec(name, dtype, local_shape, shape, part[1])
 
-    def _part_of(
-        self, shape: tuple[int, ...], place: _Place
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and offsets of the part at a place in a mesh."""
+    def _part_of(self, shape: tuple[int, ...], place: _Place) -> _Box | None:
+        """Shape and offsets of the part at a place in a mesh; None if it is not in one piece."""
         # By the mesh's shape: a mesh as a key would outlive its generation.
         key = (shape, place.mesh.shape, place.placements, tuple(place.coordinate))
-        part = self._parts.get(key)
-        if part is None:
-            part = self._parts[key] = _part_of(shape, place)
-        return part
+        if key not in self._parts:
+            self._parts[key] = _part_of(shape, place)
+        return self._parts[key]
 
 
-def _part_of(shape: tuple[int, ...], place: _Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _part_of(shape: tuple[int, ...], place: _Place) -> _Box | None:
     # Not torch's own function: what FSDP2 cuts out of what tensor parallelism has cut, it places
     # wrongly where the sizes are uneven (torch 2.13). Such a cut is a strided one, and comes last.
     plain: list[int] = []
@@ -172,9 +172,13 @@ def _part_of(shape: tuple[int, ...], place: _Place) -> tuple[tuple[int, ...], tu
     for mesh_dim, placement in enumerate(place.placements):
         if not placement.is_replicate():
             (strided if hasattr(placement, "split_factor") else plain).append(mesh_dim)
-    size, offsets = list(shape), [0] * len(shape)
+    size, offsets, cuts = list(shape), [0] * len(shape), [1] * len(shape)
     for mesh_dim in (*plain, *reversed(strided)):
-        dim = place.placements[mesh_dim].dim
+        placement = place.placements[mesh_dim]
+        dim = placement.dim
+        if mesh_dim in strided and placement.split_factor != cuts[dim]:
+            return None  # it is no cut of a cut, but every so many rows
+        cuts[dim] *= place.mesh.shape[mesh_dim]
         step = -(-size[dim] // place.mesh.shape[mesh_dim])
         first = min(step * place.coordinate[mesh_dim], size[dim])
         offsets[dim] += first

@@ -129,7 +129,8 @@ class Wants:
 
 def _may_meet(saved: TensorSpec, here: TensorSpec) -> bool:
     """Quick: of a thousand ranks' parts, all but a few lie elsewhere along the first dimension."""
-    if not here.shape or saved.original_shape != here.original_shape:
+    is_same_kind = saved.original_shape == here.original_shape
+    if not (is_same_kind and here.offsets and saved.offsets):
         return True
     first, start = saved.offsets[0], here.offsets[0]
     return first < start + here.shape[0] and start < first + saved.shape[0]
