@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import threading
 import time
@@ -90,9 +91,9 @@ class ThreadCopying:
         self._cancelled = False
         self._error: Exception | None = None
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._run, name="stepfast-staging", daemon=True)
         try:
-            thread.start()
+            # Not threading.Thread: its start waits for the thread's first lines, its end is joined.
+            _thread.start_new_thread(self._run, ())
         except RuntimeError as error:
             raise OperatingError(f"no thread to copy a snapshot with: {error}") from error
 

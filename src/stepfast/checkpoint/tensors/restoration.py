@@ -116,14 +116,20 @@ class Restoration:
 
     def _check_module(self, name: str) -> None:
         scan, buffers = self._scans[name], self._own["modules"][name]["buffers"]
-        for held in scan.places:
-            if held.tensor is not None and not held.is_buffer:
-                self._check_fits(held.name)
+        saved = self._source.layout.by_name.keys()
+        needed = [h.name for h in scan.places if h.tensor is not None and not h.is_buffer]
         known = {held.name for held in scan.places}
         known |= {b.name for b in buffers if b.name.rpartition(".")[0] in scan.owners}
-        for path in sorted(self._source.layout.by_name.keys() - known):
-            if path.startswith(f"{name}."):
-                raise StateError(f"the snapshot holds {path}, which the model has not")
+        strange = sorted(path for path in saved - known if path.startswith(f"{name}."))
+        problems = []
+        if missing := [path for path in needed if path not in saved]:
+            problems.append(f"has no {_listed(missing)}")
+        if strange:
+            problems.append(f"holds {_listed(strange)}, which the model has not")
+        if problems:
+            raise StateError(f"the snapshot {' and '.join(problems)}; was it of another model?")
+        for path in needed:
+            self._check_fits(path)
 
     def _check_fits(self, name: str) -> None:
         wanted = self._source.layout.specs.get(name)
@@ -277,6 +283,11 @@ class Restoration:
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
             self._targets, self._sources = [], []
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _set_training(part: nn.Module, is_training: bool) -> None:
