@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from stepfast.checkpoint.tensors.staging import Staging
     from stepfast.checkpoint.tensors.tree import Collected, StateTree
 
+COPY_ERRORS = (RuntimeError, MemoryError, OSError, ValueError)
+"""What a copy may fail with; torch's and CUDA's errors are RuntimeErrors."""
 SLOT_WAIT_LIMIT_S = 600.0
 """How long a due snapshot waits for a slot that others protect: as long as any phase may take."""
 COPY_LIMIT_S = 600.0
@@ -125,8 +127,8 @@ class Capture:
 
     @property
     def has_copied(self) -> bool:
-        """Whether a copy has ended and awaits its fence. Raises what stopped it."""
-        return self._under_way is not None and self._under_way.staging.wait(0.0)
+        """Whether a copy has ended, well or not, and awaits its fence."""
+        return self._under_way is not None and self._under_way.staging.has_ended
 
     @property
     def is_fenced(self) -> bool:
@@ -201,7 +203,7 @@ class Capture:
                 sound = False
                 staging.cancel()
             self._wait(FINISH_LIMIT_S)
-        except (RuntimeError, MemoryError, OSError, ValueError) as error:
+        except COPY_ERRORS as error:
             raise OperatingError(f"copying a snapshot failed: {error}") from error
         if not sound or staging.changed():
             return None
