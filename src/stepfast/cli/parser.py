@@ -31,6 +31,7 @@ _JOB = (
     "keep_checkpoints",
     "keep_every_steps",
     "checkpoint_bytes_per_s",
+    "checkpoint_metadata",
     "on_damage",
     "device",
     "memory_dir",
