@@ -367,7 +367,7 @@ def test_the_fence_stands_before_every_optimizer_on_any_thread(
     model = nn.Linear(3, 3)
     tracked = torch.optim.SGD(model.parameters(), lr=0.1)
     stranger = torch.optim.AdamW(model.parameters(), fused=True)
-    tree = StateTree({"model": model, "optimizer": tracked}, {"cpu": LateCopier()})
+    tree = StateTree({"model": model, "optimizer": tracked}, copiers={"cpu": LateCopier()})
     snapshots.attach(tmp_path, tree)
     for step in range(6):
         snapshots.begin(snap(step))
