@@ -93,9 +93,9 @@ class TrackedLoader:
 
     def state_in_other_world(self, state: dict[str, Any]) -> dict[str, Any]:
         """What is left of a rank's position where the job has another number of ranks: the epoch,
-        which begins anew, for ranks divide it in another way.
+        which begins anew in the order that it had, for ranks divide it in another way.
         """
-        return {"epoch": state["epoch"], "loader": None, "rng_before": None}
+        return {**state, "loader": None}
 
     def drop(self) -> None:
         """End the iterator and its workers now, whatever state they are in."""
