@@ -668,6 +668,9 @@ def test_ranks_a_step_apart_hold_a_common_step_at_any_instant(tmp_path: Path) ->
 
 def test_the_account_says_what_snapshots_cost() -> None:
     cost = SnapshotCost()
+    cost.boundary(0.100, whole=True)
+    cost.fence(0.028, whole=True)
+    cost.drop_turn()
     for turn in range(20):
         cost.boundary(0.001, whole=False)
         cost.copied(0.030)
@@ -676,11 +679,11 @@ def test_the_account_says_what_snapshots_cost() -> None:
         cost.turn(1.003 if turn > 3 else 2.0, copying=True)
     words = cost.words(1)
     assert words is not None
-    assert "cost 3.4% of a step of 970.0 ms" in words and "4 steps would keep it under 1%" in words
+    assert "cost 3.6% of a step of 970.0 ms" in words and "4 steps would keep it under 1%" in words
     assert "its own processor time" in words
     for _ in range(8):
-        cost.turn(0.995, copying=False)
+        cost.turn(0.996, copying=False)
     words = cost.words(1)
     assert words is not None
-    assert "cost 0.8% of a step of 995.0 ms" in words and "interval" not in words
+    assert "cost 0.9% of a step of 996.0 ms" in words and "interval" not in words
     assert "20 turns with, 8 without" in words

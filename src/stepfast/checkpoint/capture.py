@@ -53,7 +53,10 @@ FINISH_LIMIT_S = 1.0
 small loses a step, too big delays a recovery. 1 s is 5 GB and more.
 """
 _SLOT_POLL_S = 0.002
-_WHOLE_EVERY = 64
+WHOLE_EVERY = 64
+"""One of so many snapshots is whole once a loop has run for a while. Smaller finds a change that
+leaves no trace earlier, and holds the training for a whole copy more often.
+"""
 _NAMES_SHOWN = 3
 
 
@@ -270,7 +273,7 @@ class Capture:
         """Behind a void one; else the 1st, 2nd, 4th, 8th ... and each 64th."""
         self._staged_count += 1
         count = self._staged_count
-        return self._was_void or count & (count - 1) == 0 or count % _WHOLE_EVERY == 0
+        return self._was_void or count & (count - 1) == 0 or count % WHOLE_EVERY == 0
 
     def _make_void(self, snapshot: SnapshotId, changed: list[str]) -> None:
         self._was_void = True
