@@ -325,6 +325,20 @@ def test_a_flat_parameter_cannot_have_two_ages(tmp_path: Path) -> None:
     assert state["step"] == 3 and torch.equal(state["exp_avg"], torch.cat(wanted))
 
 
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_gradients_of_flat_parameters_are_gone(tmp_path: Path, use_orig_params: bool) -> None:
+    model = flat(nn.Linear(3, 2), use_orig_params=use_orig_params)
+    taken = take(tmp_path, {"model": model})
+    model(torch.ones(3)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    restore(taken, {"model": model})
+    assert all(p.grad is None for p in model.parameters())
+    model(torch.ones(3)).sum().backward()
+    grads = torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
+    assert torch.equal(grads, torch.ones(8))
+
+
 def compile_in_place(model: Any, backend: Any) -> Any:
     model.compile(backend=backend)
     return model

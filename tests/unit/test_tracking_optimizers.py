@@ -183,7 +183,7 @@ def test_a_schedule_without_its_optimizer_is_refused() -> None:
     objects = scheduled("StepLR")
     optimizer = objects.pop("optimizer")
     with pytest.raises(ScriptError, match="schedule is the schedule of an optimizer that is not"):
-        StateTree(objects)
+        StateTree({**objects, "scaler": torch.amp.GradScaler("cpu")})
 
     class Holder:
         def state_dict(self) -> Any:

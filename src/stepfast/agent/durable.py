@@ -140,6 +140,7 @@ class DurableWork:
             torch_version=_version_of("torch"),
             created_at_s=time.time(),
             files=order.shards,
+            user=settings.checkpoints.user,
         )
 
     def _remove_old(self, order: CommitShards) -> frozenset[SnapshotId]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from stepfast.checkpoint.arena import Slot
+from stepfast.checkpoint.capture import COPY_ERRORS
 from stepfast.errors import OperatingError
 
 PIECE_BYTES = 8 << 20
@@ -35,8 +36,6 @@ SMALL_BYTES = 128 << 10
 """Tensors up to this size are copied many in one call. torch copies so few elements of any dtype in
 the calling thread, without its pool.
 """
-COPY_ERRORS = (RuntimeError, MemoryError, OSError, ValueError)
-"""What a copy may fail with; torch's and CUDA's errors are RuntimeErrors."""
 _POLL_S = 0.0005
 
 

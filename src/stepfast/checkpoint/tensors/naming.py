@@ -146,10 +146,11 @@ def private_prefixes(objects: Objects) -> tuple[str, ...]:
 def check_coupled(objects: Objects) -> None:
     """ScriptError for a schedule whose optimizer is not tracked: one without the other is wrong."""
     tracked = {id(value) for value in objects.values()}
-    own = [v for v in objects.values() if not isinstance(v, nn.Module | Optimizer | LRScheduler)]
+    known = nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler
+    own = [v for v in objects.values() if not isinstance(v, known) and not hasattr(v, "__next__")]
     for name, value in objects.items():
         optimizer = getattr(value, "optimizer", None)
-        # An object of the script's own may hold the optimizer, and its state.
+        # An object of the script's own may hold the optimizer and its state; no loader or scaler.
         if is_schedule(value) and id(optimizer) not in tracked and not any(map(_has_state, own)):
             raise ScriptError(
                 f"{name} is the schedule of an optimizer that is not tracked; track that one too"

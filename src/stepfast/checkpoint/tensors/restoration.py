@@ -173,11 +173,11 @@ class Restoration:
         self._copy_planned()
         scan = self._scans[name]
         for path, part in scan.owners.items():
-            _set_training(part, path not in flags["eval"])
+            part.training = path not in flags["eval"]
             if path in extra:
                 part.set_extra_state(extra[path])
         for raw, part, path in scan.wrappers:
-            _set_training(part, scan.owners[path].training != (raw in flags["odd_wrappers"]))
+            part.training = scan.owners[path].training != (raw in flags["odd_wrappers"])
             if raw in extra:
                 part.set_extra_state(extra[raw])
 
@@ -288,11 +288,6 @@ class Restoration:
 def _listed(names: list[str]) -> str:
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _set_training(part: nn.Module, is_training: bool) -> None:
-    if part.training != is_training:  # a compiled module is guarded on it, and on its being set
-        part.training = is_training
 
 
 def put_into(live: Any, restored: Any) -> Any:

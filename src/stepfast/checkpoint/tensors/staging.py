@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepfast.checkpoint.arena import Slot
-from stepfast.checkpoint.tensors.copier import COPY_ERRORS, Copier, Copying
+from stepfast.checkpoint.capture import COPY_ERRORS
+from stepfast.checkpoint.tensors.copier import Copier, Copying
 from stepfast.checkpoint.tensors.naming import is_transparent
 
 Copiers = Mapping[str, Copier]  # by type of device
@@ -65,6 +66,14 @@ class Staging:
     def own_s(self) -> float:
         """Processor time that the copying took beside the training, once it has ended."""
         return sum(copying.own_s for copying in self._under_way)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is written any more; `wait` says whether it went well."""
+        try:
+            return self.wait(0.0)
+        except COPY_ERRORS:
+            return True
 
     def wait(self, limit_s: float) -> bool:
         """Whether all has ended within the limit; then it raises what stopped a copy."""
