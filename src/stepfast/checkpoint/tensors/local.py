@@ -150,8 +150,8 @@ class Inspector:
         if part is None or part[0] != local_shape:
             raise ScriptError(
                 f"{name} is a DTensor with {list(local_shape)} of {list(shape)} on this rank,"
-                f" placed as {place.placements}; which part that is cannot be told: redistribute it before"
-                " run.track()"
+                f" placed as {place.placements}; which part that is cannot be told:"
+                " redistribute it before run.track()"
             )
         return TensorSpec(name, dtype, local_shape, shape, part[1])
 
