@@ -10,6 +10,7 @@ import torch
 from property.layouts import SNAPSHOT, Layout, Recipe, build, save, train
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.tensors.export import ExportFormat, export
+from stepfast.cli.main import main
 from stepfast.errors import ConfigError
 
 Whole = dict[str, torch.Tensor]
@@ -74,3 +75,17 @@ def test_what_exists_and_what_is_unknown_is_refused(
     with pytest.raises(ConfigError, match="exists"):
         export(checkpoint, tmp_path / "x", ExportFormat.TORCH)
     assert (tmp_path / "x").read_text() == "mine"
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_the_command_writes_the_model(
+    tmp_path: Path,
+    checkpoint: StoredCheckpoint,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    wanted: tuple[Whole, Whole],
+) -> None:
+    target = tmp_path / "exported"
+    assert main(["ckpt", "export", checkpoint.place, str(target), "--format", form]) == 0
+    assert f"{len(wanted[0])} tensors in {target}" in capsys.readouterr().out
+    assert target.is_file() == (form == "torch")

@@ -231,6 +231,8 @@ def _prune(options: argparse.Namespace) -> int:
 def _export(options: argparse.Namespace) -> int:
     store, given = locate(options.url)
     snapshot = choose(store, given, options.step)
+    if options.format != "safetensors":
+        return _export_by_torch(StoredCheckpoint.open(store, snapshot), options)
     checkpoint = WholeCheckpoint(StoredCheckpoint.open(store, snapshot))
     bar = _Bar("export")
     files = export_safetensors(
@@ -241,6 +243,23 @@ def _export(options: argparse.Namespace) -> int:
         _say_json({"url": checkpoint.stored.place, "files": files})
     else:
         _say(f"{checkpoint.stored.place}: {len(files)} files in {options.directory}")
+    return EXIT_FINISHED
+
+
+def _export_by_torch(checkpoint: StoredCheckpoint, options: argparse.Namespace) -> int:
+    try:
+        # Here alone: every other command works, and starts at once, without torch.
+        from stepfast.checkpoint.tensors.export import ExportFormat, export
+    except ImportError as error:
+        raise ConfigError(
+            f"--format {options.format} needs torch ({error}): pip install 'stepfast[train]'"
+        ) from error
+    target = Path(options.directory)
+    count = export(checkpoint, target, ExportFormat(options.format), objects=[options.object])
+    if options.json:
+        _say_json({"url": checkpoint.place, "tensors": count})
+    else:
+        _say(f"{checkpoint.place}: {count} tensors in {target}")
     return EXIT_FINISHED
 
 

@@ -164,7 +164,10 @@ def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:
         "--object", default="model", metavar="NAME", help="what run.track calls it (default: model)"
     )
     export.add_argument(
-        "--format", default="safetensors", choices=("safetensors",), help="files and an index"
+        "--format",
+        default="safetensors",
+        choices=("safetensors", "torch", "dcp"),
+        help="files and an index, one file for torch.load, or torch's distributed checkpoint",
     )
 
 
