@@ -5,6 +5,7 @@ It says a line before it begins, and the step of each checkpoint once it is comm
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from unit.stored_checkpoints import Slots, snap
 
 def main(base: Path) -> None:
     """Save, prune, sweep, and so on."""
-    store, slots = DirectoryStore(base / "store"), Slots(base / "slots")
+    # Slots of its own: the one before may have been killed while it made one.
+    store, slots = DirectoryStore(base / "store"), Slots(base / f"slots-{os.getpid()}")
     there = committed(store)
     step = there[0].step if there else 0
     print("begins", flush=True)
