@@ -249,14 +249,20 @@ def one_rank_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_rank_group")
-@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("wrapper", ["fsdp2", "ddp", "fsdp1", "fsdp1_flat"])
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use .NO_SHARD.")  # there is one rank
 def test_sharded_and_replicated_models(tmp_path: Path, wrapper: str) -> None:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     model: Any = Net()
     del model.nothing  # gets no gradient, which DDP does not take
     if wrapper == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
+    elif wrapper != "fsdp2":
+        model.scale = nn.Parameter(torch.tensor([0.5]))
+        model.requires_grad_(True)
+        flat = FullyShardedDataParallel
+        model = flat(model, use_orig_params=wrapper == "fsdp1", device_id=torch.device("cpu"))
     else:
         model.scale = nn.Parameter(torch.tensor([0.5]))
         model.requires_grad_(True)
@@ -266,6 +272,7 @@ def test_sharded_and_replicated_models(tmp_path: Path, wrapper: str) -> None:
     rig = Rig(tmp_path, {"model": model, "optimizer": optimizer})
     train(rig, 6)
     assert rig.steps == list(range(6)) and rig.overlapped == [2, 4, 5] and rig.notes == []
+    assert rig.copier.started == 3  # there was something to be copied beside the training
 
 
 # ------------------------------------------------- what changes between boundary and optimizer

@@ -11,7 +11,7 @@ every optimizer's step, and `differing`, which compares bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from stepfast.checkpoint.arena import Slot
 from stepfast.checkpoint.capture import COPY_ERRORS
 from stepfast.checkpoint.tensors.copier import Copier, Copying
+from stepfast.checkpoint.tensors.local import local_of
 from stepfast.checkpoint.tensors.naming import is_transparent
 
 Copiers = Mapping[str, Copier]  # by type of device
@@ -133,23 +134,26 @@ def _same_view(alias: Tensor, tensor: Tensor) -> bool:
     )
 
 
-def optimizer_held(objects: Mapping[str, Any]) -> set[int]:
-    """By identity: what only an optimizer's step changes, by all that is known before a turn.
+def optimizer_held(objects: Mapping[str, Any]) -> Iterator[Tensor]:
+    """What only an optimizer's step changes, by all that is known before a turn.
 
     The parameters in tracked optimizers' groups, and the tensors of their state. Parameters of no
     optimizer are not among them: a copy that averages is written to at any time.
     """
-    held: set[int] = set()
     for value in objects.values():
         if not isinstance(value, Optimizer):
             continue
         for group in value.param_groups:
-            held.update(map(id, group["params"]))
+            yield from group["params"]
         if is_transparent(value):
             for state in value.state.values():
                 if isinstance(state, dict):
-                    held.update(id(v) for v in state.values() if isinstance(v, Tensor))
-    return held
+                    yield from (v for v in state.values() if isinstance(v, Tensor))
+
+
+def memory_of(tensors: Iterable[Tensor]) -> set[int]:
+    """The addresses of the memory behind `tensors`, of which any of them may be a part."""
+    return {tensor.untyped_storage().data_ptr() for tensor in map(local_of, tensors)} - {0}
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ class Structure:
         sharded = loaded_type("torch.distributed.fsdp", "FSDPModule")
         self._sharded: list[Any] = [m for m in self._modules if isinstance(m, sharded)]
         # FSDP1 gives its parameters other memory whenever it likes.
-        self._is_known = not any(isinstance(m, flat) for m in self._modules)
+        self.has_flat_parameters = any(isinstance(m, flat) for m in self._modules)
         self._reshard()
         self._dicts = self._read_dicts()
         self._values = list(chain.from_iterable(d.values() for d in self._dicts))
@@ -36,7 +36,7 @@ class Structure:
 
     def is_same(self) -> bool:
         """Whether nothing has changed. Brings FSDP2 modules into sharded form, as naming does."""
-        if not self._is_known:
+        if self.has_flat_parameters:
             return False
         self._reshard()
         dicts = self._read_dicts()

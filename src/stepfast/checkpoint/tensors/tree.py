@@ -35,7 +35,13 @@ from stepfast.checkpoint.tensors.naming import (
     private_prefixes,
 )
 from stepfast.checkpoint.tensors.restoration import Restoration, Views
-from stepfast.checkpoint.tensors.staging import Aliases, Staging, differing, optimizer_held
+from stepfast.checkpoint.tensors.staging import (
+    Aliases,
+    Staging,
+    differing,
+    memory_of,
+    optimizer_held,
+)
 from stepfast.checkpoint.tensors.structure import Structure
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import StateError
@@ -89,8 +95,15 @@ class StateTree:
         if self._layout is None or not room or specs != self._specs:
             self._layout, self._specs = Layout.build(specs, len(blob), rank=self.rank), specs
         known = [found[entry.name] for entry in self._layout.entries]
-        ids = optimizer_held(self._objects)
+        ids = set(map(id, optimizer_held(self._objects)))
         devices = [k.ref.device if id(k.tensor) in ids else "" for k in known]
+        if self._walk is not None and self._walk[0].has_flat_parameters:
+            # Parts are cut anew each time: what is an optimizer's is told by its memory.
+            memory = memory_of(optimizer_held(self._objects))
+            devices = [
+                d or (k.ref.device if k.local.untyped_storage().data_ptr() in memory else "")
+                for d, k in zip(devices, known, strict=True)
+            ]
         held = [device if device in self._copiers else "" for device in devices]
         return Collected(self._layout, [k.local for k in known], blob, held)
 
