@@ -76,7 +76,14 @@ class _Recorder:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test's folder gives it its tier's marker and time limit; a nearer `timeout` mark wins."""
+    """A test's folder gives it its tier's marker and time limit; a nearer `timeout` mark wins.
+
+    Within a tier, who sweeps goes last: helpers that other tests keep would be swept too.
+    """
+    tiers = list(dict.fromkeys(_tier_of(item.path) for item in items))
+    items.sort(
+        key=lambda i: (tiers.index(_tier_of(i.path)), i.get_closest_marker("sweeps") is not None)
+    )
     for item in items:
         tier_name = _tier_of(item.path)
         if tier_name not in TIERS:

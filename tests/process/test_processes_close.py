@@ -14,6 +14,8 @@ from process.running_node import READY_LIMIT_S, Node, below_this_process, job_di
 from stepfast.errors import OperatingError
 from stepfast.runtime import spawning
 
+pytestmark = pytest.mark.sweeps
+
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
