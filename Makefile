@@ -54,8 +54,9 @@ contracts: $(STAMP) ## the arrows between the rooms
 
 check: lint types contracts ## lint, types and contracts
 
-bench: $(STAMP) ## recovery times, beside torchrun's
+bench: $(STAMP) ## recovery times, beside torchrun's; what snapshots cost the loop
 	$(BIN)/python bench/recovery.py
+	$(BIN)/python bench/staging.py
 
 clean: ## remove caches and builds; .venv and job directories stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -8,7 +8,6 @@ comes first. Ends with 1 where a median misses its aim, with 2 where a job faile
 """
 
 import argparse
-import itertools
 import json
 import re
 import shlex
@@ -18,6 +17,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def read_turns(path: Path, steps: int) -> list[float]:
     began = [float(line) for line in path.read_text().splitlines()]
     if len(began) != steps:
         raise BenchError(f"{path.name}: {len(began)} turns of {steps}")
-    turns = [after - before for before, after in itertools.pairwise(began)]
+    turns = [after - before for before, after in pairwise(began)]
     return turns[WARM_UP_TURNS:]
 
 

@@ -84,6 +84,9 @@ class JobConfig:
         None,
         "each rank's limit on writing, bytes a second (default: what the store takes)",
     )
+    checkpoint_metadata: tuple[str, ...] = _setting(
+        (), "KEY=VALUE, kept in every checkpoint's manifest; may be repeated; no secrets"
+    )
     on_damage: str = _setting(
         "fall-back", "fall-back, or stop: what is done where the newest checkpoint is damaged"
     )
@@ -213,6 +216,18 @@ def _check_whole(config: JobConfig) -> None:
     if config.world_size > _RANKS_MAX:
         raise ConfigError(f"{config.world_size} ranks are more than the {_RANKS_MAX} supported")
     split_address(config.listen)
+    metadata_of(config)
+
+
+def metadata_of(config: JobConfig) -> dict[str, str]:
+    """`checkpoint_metadata` by key. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for text in config.checkpoint_metadata:
+        key, equals, value = text.partition("=")
+        if not equals or not key or key in found:
+            raise ConfigError(f"checkpoint_metadata: {text!r} is not KEY=VALUE with a new key")
+        found[key] = value
+    return found
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -10,8 +10,10 @@ import pytest
 from architecture.source_tree import ROOT, functions
 
 TABLE = ROOT / "tests" / "field_cases.toml"
-# In-process restart and abort (26-35, 138-145); launcher and rendezvous (36-48, 146-155).
-IDS = [f"FC-{n}" for n in (*range(26, 36), *range(36, 49), *range(138, 146), *range(146, 156))]
+# Loading and resharding (16-25). In-process restart and abort (26-35, 138-145); launcher and
+# rendezvous (36-48, 146-155); state that has to come back (17-19, 64, 126-128, 167, 169, 172).
+STATE = (64, 126, 127, 128, 167, 169, 172)
+IDS = [f"FC-{n}" for n in sorted((*range(16, 26), *range(26, 49), *range(138, 156), *STATE))]
 ANSWERS = ("test", "cannot", "later")
 # How a capability may be called, so that the same one always has the same name.
 CAPABILITIES = {

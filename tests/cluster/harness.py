@@ -28,6 +28,7 @@ from stepfast.events import (
     GenerationOpened,
     GenerationRunning,
     JobEnded,
+    JobOpened,
     NodeJoined,
     Note,
     StepLogged,
@@ -274,7 +275,9 @@ def finish(job: Job, *, expected: int | None = 0, limit_s: float = JOB_LIMIT_S) 
 def check_records(job: Job) -> None:
     """What every job's records promise, whatever happened to it."""
     summary = job.summary()
-    ends = job.of_type(JobEnded)
+    events = [line.event for line in job.events()]
+    runs = [i for i, e in enumerate(events) if isinstance(e, JobOpened) and not e.resumes]
+    ends = [event for event in events[runs[-1] :] if isinstance(event, JobEnded)]
     assert len(ends) == 1, ends
     assert (summary["status"], summary["exit_code"]) == (ends[0].status, ends[0].exit_code)
     for raw in (job.directory / "events.jsonl").read_bytes().splitlines():

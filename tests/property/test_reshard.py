@@ -46,13 +46,15 @@ RECIPES = st.builds(
 
 # Without shrinking: an example is a few small jobs, and says itself which.
 @settings(
-    max_examples=20,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
 @example(Layout("fsdp", (2,)), Layout("fsdp", (3,)), Recipe(), 3)
 @example(Layout("tp", (2, 2)), Layout("plain"), Recipe(), 3)
 @example(Layout("hsdp", (2, 2)), Layout("last", (3,)), Recipe(dtype=torch.bfloat16), 0)
+@example(Layout("tp", (3, 2)), Layout("fsdp", (2,)), Recipe(width=9), 3)  # uneven in uneven
+@example(Layout("last", (2,)), Layout("tp", (3, 2)), Recipe(width=9), 0)
 @given(LAYOUTS, LAYOUTS, RECIPES, st.sampled_from([0, 3]))
 def test_any_layout_loads_into_any_other(
     saved: Layout, wanted: Layout, recipe: Recipe, turns: int

@@ -42,7 +42,9 @@ class Slots:
         if not path.exists():
             half = TensorSpec("model.weight", "F32", (4, 3), (8, 3), (4 * rank, 0))
             arena = Arena(where)
-            arena.claim(Layout.build([half, TensorSpec("scale", "BF16", (), (), ())], 100))
+            arena.claim(
+                Layout.build([half, TensorSpec("scale", "BF16", (), (), ())], 100, rank=rank)
+            )
             slot = arena.free_slot()
             assert slot is not None
             chance = random.Random(f"{snapshot} {rank}")

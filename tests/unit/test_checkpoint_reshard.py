@@ -34,6 +34,8 @@ from stepfast.checkpoint.tensors.reshard import Restored, restore
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.writer import write_slot
 from stepfast.errors import StateError
+from stepfast.train.data import TrackedLoader
+from stepfast.train.whereabouts import Whereabout
 
 Objects = dict[str, Any]
 PLAIN = Layout("plain")
@@ -372,3 +374,31 @@ def test_a_part_that_no_file_has_is_a_misfit(tmp_path: Path) -> None:
     commit(store, manifest_of(files))
     with pytest.raises(StateError, match=r"a part of weight F32 \[4\]"):
         load(store, {"weight": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("consumed", [0, 3])
+def test_a_tracked_loader_begins_its_epoch_anew_in_another_world(
+    tmp_path: Path, consumed: int
+) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader() -> TrackedLoader:
+        generator = torch.Generator().manual_seed(5)
+        made = stateful.StatefulDataLoader(
+            list(range(8)), batch_size=2, shuffle=True, generator=generator
+        )
+        return TrackedLoader("batches", made, Whereabout())
+
+    saved = loader()
+    first_epoch = [next(saved).tolist() for _ in range(4)]
+    second_epoch = [next(saved).tolist() for _ in range(consumed)]
+    store = save_ranks(tmp_path, [{"batches": saved}, {"batches": saved}])
+    told: list[str] = []
+    objects = {"batches": loader()}
+    load(store, objects, on_warning=told.append)
+    assert len(told) == 1 and "its present epoch begins anew" in told[0]
+    found = [next(objects["batches"]).tolist() for _ in range(4)]
+    if consumed:
+        assert objects["batches"].epoch == 1 and found[:consumed] == second_epoch
+    else:
+        assert objects["batches"].epoch == 0 and found == first_epoch

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -129,6 +130,28 @@ def test_a_header_says_everything_about_its_layout(rows: list[tuple[str, str, in
     assert parse_header(layout.header) == layout
     assert layout.data_start % layouts.DATA_ALIGNMENT_BYTES == 0
     assert all(entry.start % layouts.DTYPE_BYTES[entry.dtype] == 0 for entry in layout.entries)
+
+
+def test_a_flattened_tensor_keeps_its_own_shape_in_the_header() -> None:
+    spec = TensorSpec("a", "F32", (4,), (6,), (2,), original_shape=(2, 3))
+    bare = TensorSpec("b", "F32", (6,), (6,), (0,))
+    layout = Layout.build([spec, bare], 10)
+    parsed = parse_header(layout.header)
+    assert parsed == layout and parsed.by_name["a"].original_shape == (2, 3)
+    assert parsed.specs == {"a": spec, "b": bare}
+    assert b'"stepfast_shapes":"{\\"a\\":[2,3]}"' in layout.header
+    other = Layout.build([msgspec.structs.replace(spec, original_shape=(3, 2)), bare], 10)
+    none = Layout.build([msgspec.structs.replace(spec, original_shape=None), bare], 10)
+    assert len({layout.digest, other.digest, none.digest}) == 3
+    assert b"stepfast_shapes" not in none.header
+    names = (b'\\"a\\":[2', b'\\"c\\":[2')
+    for before, after in [(b"[2,3]", b"[3,2]"), (b"[2,3]", b"[2,9]"), names]:
+        assert before in layout.header
+        with pytest.raises(ValueError, match="digest does not match"):
+            parse_header(layout.header.replace(before, after))
+    wrong = Layout.build([msgspec.structs.replace(spec, original_shape=(2, 2))], 10)
+    with pytest.raises(ValueError, match="original shape of 'a'"):
+        parse_header(wrong.header)
 
 
 def test_one_name_for_two_tensors_is_refused() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,9 @@ from stepfast.checkpoint.arena import Arena
 from stepfast.checkpoint.catalog import committed
 from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.directory import DirectoryStore
+from stepfast.checkpoint.export import INDEX_FILE, export_safetensors
 from stepfast.checkpoint.layout import Layout, TensorSpec
+from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.manifest import Manifest
 from stepfast.checkpoint.whole import WholeCheckpoint, compare
 from stepfast.checkpoint.writer import write_slot
@@ -53,7 +57,7 @@ def save(
     store, files, world_size = DirectoryStore(base / "store"), [], len(specs_of_ranks)
     for rank, specs in enumerate(specs_of_ranks):
         arena = Arena(base / f"rank-{rank}")
-        arena.claim(Layout.build(specs, 10))
+        arena.claim(Layout.build(specs, 10, rank=rank))
         slot = arena.free_slot()
         assert slot is not None
         for entry in slot.layout.entries:
@@ -75,9 +79,13 @@ def box(rows: range, columns: range) -> tuple[TensorSpec, bytes]:
 
 def save_boxes(base: Path, *boxes: tuple[range, range]) -> WholeCheckpoint:
     parts = [box(*one) for one in boxes]
-    return WholeCheckpoint(
+    return whole_of(
         *save(base, [[spec] for spec, _ in parts], [{"w": content} for _, content in parts])
     )
+
+
+def whole_of(store: DirectoryStore, manifest: Manifest) -> WholeCheckpoint:
+    return WholeCheckpoint(StoredCheckpoint.open(store, manifest.snapshot))
 
 
 def cuts_of(size: int) -> st.SearchStrategy[list[range]]:
@@ -103,8 +111,21 @@ def test_a_tensor_is_put_together_from_any_parts(
 
 def test_a_tensor_with_a_part_missing_is_refused(tmp_path: Path) -> None:
     stored = save_boxes(tmp_path, (range(2), range(COLUMNS)), (range(3, 6), range(COLUMNS)))
-    with pytest.raises(StateError, match="w: the files have 20 of its 24 elements"):
+    with pytest.raises(StateError, match="the parts of w have 20 elements, the tensor has 24"):
         stored.whole("w")
+
+
+def test_slices_of_a_flattened_tensor_are_put_together(tmp_path: Path) -> None:
+    cuts = [0, 5, 5, 23, 24]
+    specs, contents = [], []
+    for first, end in itertools.pairwise(cuts):
+        shape = (ROWS, COLUMNS)
+        spec = TensorSpec("w", "F32", (end - first,), (24,), (first,), original_shape=shape)
+        specs.append([spec])
+        contents.append({"w": WHOLE[first * 4 : end * 4]})
+    flat = whole_of(*save(tmp_path / "flat", specs, contents))
+    assert flat.whole("w") == WHOLE and flat.info("w").shape == (ROWS, COLUMNS)
+    assert compare(flat, save_boxes(tmp_path / "one", (range(ROWS), range(COLUMNS)))) == []
 
 
 def test_layouts_differ_and_tensors_do_not(tmp_path: Path) -> None:
@@ -227,3 +248,51 @@ def test_equal_checkpoints_have_no_difference(job: Path, run: Run) -> None:
     names = [one["name"] for one in json.loads(said)["differences"]]
     assert status == 1
     assert names == ["model.weight", "scale", "plain values of rank 0", "plain values of rank 1"]
+
+
+def test_a_model_is_exported_whole(tmp_path: Path, run: Run) -> None:
+    """Read again by the format's specification alone."""
+    rows = [range(2), range(2, 6)]
+    parts = [box(r, range(COLUMNS)) for r in rows]
+    specs, contents = [], []
+    for rank, (spec, content) in enumerate(parts):
+        mine = msgspec.structs.replace(spec, name="model.layer.w")
+        bias = TensorSpec("model.bias", "BF16", (2,), (2,), (0,))
+        other = TensorSpec("optimizer.state.w", "U8", (1,), (1,), (0,))
+        specs.append([mine, bias, other])
+        contents.append({mine.name: content, bias.name: b"bias", other.name: bytes([rank])})
+    store, manifest = save(tmp_path, specs, contents)
+    target = tmp_path / "model"
+    status, said = run("export", store.url, target, "--json")
+    assert status == 0, said
+    index = json.loads((target / INDEX_FILE).read_text())
+    assert index["metadata"] == {"total_size": len(WHOLE) + 4}
+    assert sorted(index["weight_map"]) == ["bias", "layer.w"]
+    assert read_model(target) == {"layer.w": ("F32", [6, 4], WHOLE), "bias": ("BF16", [2], b"bias")}
+    assert sorted(json.loads(said)["files"]) == sorted(path.name for path in target.iterdir())
+    assert run("export", store.url, target)[0] == 78
+    status, said = run("export", store.url, tmp_path / "other", "--object", "net")
+    assert status == 78 and "nothing was tracked as 'net'; the checkpoint has: model, opt" in said
+    # In files no bigger than asked for.
+    many = tmp_path / "many"
+    checkpoint = whole_of(store, manifest)
+    done: list[tuple[int, int]] = []
+    tell = lambda *bytes_: done.append(bytes_)  # noqa: E731 - one line of a test
+    export_safetensors(checkpoint, many, file_bytes_max=50, progress=tell)
+    assert len(list(many.glob("model-*-of-00002.safetensors"))) == 2
+    assert read_model(many) == read_model(target) and done[-1] == (100, 100)
+
+
+def read_model(directory: Path) -> dict[str, tuple[str, list[int], bytes]]:
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        raw = path.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        header, data = json.loads(raw[8 : 8 + size]), raw[8 + size :]
+        assert header.pop("__metadata__") == {"format": "pt"}
+        assert (8 + size) % 8 == 0
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            found[name] = (entry["dtype"], entry["shape"], data[start:end])
+        assert max(entry["data_offsets"][1] for entry in header.values()) == len(data)
+    return found

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepfast.config import load_config, split_address
+from stepfast.config import load_config, metadata_of, split_address
 from stepfast.errors import EXIT_USER_ERROR, ConfigError
 
 
@@ -12,6 +12,14 @@ def load(tmp_path: Path, text: str = "", environment: dict | None = None, **flag
     file = tmp_path / "stepfast.toml"
     file.write_text(text)
     return load_config(file, environment or {}, flags)
+
+
+def test_metadata_for_checkpoints_has_keys(tmp_path):
+    given = load(tmp_path, checkpoint_metadata=("run=7", "note=a=b"))
+    assert metadata_of(given) == {"run": "7", "note": "a=b"}
+    for wrong in (("run",), ("=7",), ("a=1", "a=2")):
+        with pytest.raises(ConfigError, match="KEY=VALUE"):
+            load(tmp_path, checkpoint_metadata=wrong)
 
 
 def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path):

@@ -4,6 +4,7 @@ bit, whatever the turn does meanwhile; and what cannot be is void or copied at t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -27,6 +28,7 @@ from stepfast.errors import Interrupted, OperatingError, ScriptError
 from stepfast.train.host import PlainHost
 from stepfast.train.session import Run
 from stepfast.train.snapshot_cost import SnapshotCost
+from stepfast.train.snapshots import Snapshots
 
 Objects = dict[str, Any]
 
@@ -344,6 +346,59 @@ def test_an_optimizer_without_hooks_degrades_to_copies_at_the_boundary(
     assert len(rig.notes) == tracked_too
 
 
+@pytest.fixture
+def snapshots(tmp_path: Path) -> Iterator[Snapshots]:
+    made = Snapshots(
+        protected=frozenset,
+        on_sealed=lambda _: None,
+        note=lambda topic, text: None,
+        check=lambda: None,
+        shield=contextlib.nullcontext,
+    )
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_fence_stands_before_every_optimizer_on_any_thread(
+    tmp_path: Path, snapshots: Snapshots, elsewhere: bool
+) -> None:
+    """One that is not tracked, and leaves no trace in versions, updates tracked parameters."""
+    model = nn.Linear(3, 3)
+    tracked = torch.optim.SGD(model.parameters(), lr=0.1)
+    stranger = torch.optim.AdamW(model.parameters(), fused=True)
+    tree = StateTree({"model": model, "optimizer": tracked}, copiers={"cpu": LateCopier()})
+    snapshots.attach(tmp_path, tree)
+    for step in range(6):
+        snapshots.begin(snap(step))
+        weight = model.weight.detach().clone()
+        model(torch.ones(3)).sum().backward()
+        if elsewhere:
+            thread = threading.Thread(target=stranger.step)
+            thread.start()
+            thread.join()
+        else:
+            stranger.step()
+        snapshots.fence()
+        newest = sealed_slots(tmp_path)[-1]
+        slot = open_sealed(newest.path, snap(step))
+        entry = slot.layout.by_name["model.weight"]
+        assert torch.equal(over(slot.view(entry), entry), weight)
+        assert not torch.equal(model.weight, weight)
+
+
+def test_a_section_seals_what_has_been_copied(tmp_path: Path, snapshots: Snapshots) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshots.attach(tmp_path, StateTree({"model": model, "optimizer": optimizer}))
+    for step in range(3):
+        snapshots.begin(snap(step))
+    assert snapshots.is_copying
+    snapshots.hold()
+    snapshots.try_seal()
+    assert not snapshots.is_copying and sealed_slots(tmp_path)[-1].snapshot == snap(2)
+
+
 def test_a_tracked_optimizer_that_steps_in_backward_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -613,6 +668,9 @@ def test_ranks_a_step_apart_hold_a_common_step_at_any_instant(tmp_path: Path) ->
 
 def test_the_account_says_what_snapshots_cost() -> None:
     cost = SnapshotCost()
+    cost.boundary(0.100, whole=True)
+    cost.fence(0.028, whole=True)
+    cost.drop_turn()
     for turn in range(20):
         cost.boundary(0.001, whole=False)
         cost.copied(0.030)
@@ -621,11 +679,11 @@ def test_the_account_says_what_snapshots_cost() -> None:
         cost.turn(1.003 if turn > 3 else 2.0, copying=True)
     words = cost.words(1)
     assert words is not None
-    assert "cost 3.4% of a step of 970.0 ms" in words and "4 steps would keep it under 1%" in words
+    assert "cost 3.6% of a step of 970.0 ms" in words and "4 steps would keep it under 1%" in words
     assert "its own processor time" in words
     for _ in range(8):
-        cost.turn(0.995, copying=False)
+        cost.turn(0.996, copying=False)
     words = cost.words(1)
     assert words is not None
-    assert "cost 0.8% of a step of 995.0 ms" in words and "interval" not in words
+    assert "cost 0.9% of a step of 996.0 ms" in words and "interval" not in words
     assert "20 turns with, 8 without" in words

@@ -200,8 +200,12 @@ def flat(model: Any, **options: Any) -> Any:
 
     options |= {"device_id": torch.device("cpu")}
     options |= {"sharding_strategy": ShardingStrategy.NO_SHARD}  # which FSDP1 takes for one rank
-    model.body[0] = FullyShardedDataParallel(model.body[0], **options)
-    return FullyShardedDataParallel(checkpointed(model), **options)
+    return FullyShardedDataParallel(model, **options)
+
+
+def flat_twice(model: Any, **options: Any) -> Any:
+    model.body[0] = flat(model.body[0], **options)
+    return flat(checkpointed(model), **options)
 
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
@@ -209,8 +213,8 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "compiled": compiled,
     "ddp": lambda model: nn.parallel.DistributedDataParallel(model),
     "all": all_of_them,
-    "fsdp1": lambda model: flat(model, use_orig_params=True),
-    "fsdp1_flat": lambda model: flat(model, use_orig_params=False),
+    "fsdp1": lambda model: flat_twice(model, use_orig_params=True),
+    "fsdp1_flat": lambda model: flat_twice(model, use_orig_params=False),
 }
 
 
@@ -274,6 +278,65 @@ def test_restoring_a_compiled_model_in_place_compiles_nothing(tmp_path: Path) ->
         train(objects)
         assert counter.frame_count == compiled_before
         assert not counters["stats"] and not counters["graph_break"], counters
+
+
+def test_all_names_that_do_not_fit_are_said_before_anything_changes(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(2)])
+    taken = take(tmp_path, {"model": model})
+    for layers, message in [
+        (7, r"has no model\.2\.weight, model\.3\.weight, model\.4\.weight and 2 more; was it"),
+        (1, r"holds model\.1\.weight, which the model has not; was it of another model"),
+    ]:
+        other = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(layers)])
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(StateError, match=message):
+            restore(taken, {"model": other})
+        assert all(torch.equal(before[n], v) for n, v in other.state_dict().items())
+    renamed = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False)})
+    with pytest.raises(StateError, match=r"has no model\.a\.weight and holds model\.0\.weight,"):
+        restore(taken, {"model": renamed})
+
+
+@pytest.mark.usefixtures("one_rank_group")
+def test_a_flat_parameter_cannot_have_two_ages(tmp_path: Path) -> None:
+    def fine(bias_steps: int) -> Objects:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            model.bias.requires_grad_(step < bias_steps)
+            model(torch.ones(3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"model": model, "optimizer": optimizer}
+
+    def coarse() -> Objects:
+        model = flat(nn.Linear(3, 2), use_orig_params=False)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+    with pytest.raises(StateError, match=r"has one step, .*use_orig_params=True"):
+        restore(take(tmp_path / "1", fine(2)), coarse())
+    with pytest.raises(StateError, match=r"state for only a part of it; .*use_orig_params=True"):
+        restore(take(tmp_path / "2", fine(0)), coarse())
+    whole, objects = fine(3), coarse()
+    restore(take(tmp_path / "3", whole), objects)
+    (state,) = objects["optimizer"].state.values()
+    parameters = [whole["model"].weight, whole["model"].bias]
+    wanted = [whole["optimizer"].state[p]["exp_avg"].view(-1) for p in parameters]
+    assert state["step"] == 3 and torch.equal(state["exp_avg"], torch.cat(wanted))
+
+
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_gradients_of_flat_parameters_are_gone(tmp_path: Path, use_orig_params: bool) -> None:
+    model = flat(nn.Linear(3, 2), use_orig_params=use_orig_params)
+    taken = take(tmp_path, {"model": model})
+    model(torch.ones(3)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    restore(taken, {"model": model})
+    assert all(p.grad is None for p in model.parameters())
+    model(torch.ones(3)).sum().backward()
+    grads = torch.cat([p.grad.view(-1) for p in model.parameters() if p.grad is not None])
+    assert torch.equal(grads, torch.ones(8))
 
 
 def compile_in_place(model: Any, backend: Any) -> Any:

@@ -179,6 +179,22 @@ def test_a_learning_rate_that_is_a_tensor(tmp_path: Path, name: str) -> None:
     check_round_trip(tmp_path, lambda: scheduled(name, torch.tensor(0.1)))
 
 
+def test_a_schedule_without_its_optimizer_is_refused() -> None:
+    objects = scheduled("StepLR")
+    optimizer = objects.pop("optimizer")
+    with pytest.raises(ScriptError, match="schedule is the schedule of an optimizer that is not"):
+        StateTree({**objects, "scaler": torch.amp.GradScaler("cpu")})
+
+    class Holder:
+        def state_dict(self) -> Any:
+            return optimizer.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            optimizer.load_state_dict(state)
+
+    StateTree({**objects, "holder": Holder()})
+
+
 def test_of_a_schedule_what_is_plain_is_kept_and_an_object_refused(tmp_path: Path) -> None:
     class Mine(schedulers.StepLR):
         shape: Any = staticmethod(lambda step: step)

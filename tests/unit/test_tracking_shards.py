@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from stepfast.checkpoint.layout import Entry
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.errors import ScriptError
 from stepfast.train import torch_private
+from unit.tracked import restore, state_of, take
 
 pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
@@ -147,6 +149,46 @@ def test_the_pieces_of_flat_parameters_make_up_the_originals(
         shapes = {entry.name: entry.original_shape for entry, _ in rows}
         assert shapes.items() <= (originals | state).items()
         assert shapes.keys() >= originals.keys()
+
+
+@pytest.mark.parametrize("rank", [0, 21, 22])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_padding_is_neither_kept_nor_spoiled(
+    tmp_path: Path, rank: int, use_orig_params: bool
+) -> None:
+    """Rank 21 of 23 holds two elements and padding, rank 22 nothing else."""
+
+    def make() -> dict[str, Any]:
+        model = flat(Counted(), use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+        return {"model": model, "optimizer": optimizer}
+
+    def fill(objects: dict[str, Any], value: float) -> None:
+        for parameter in objects["model"].parameters():
+            parameter.data.fill_(value)
+            if parameter.numel():
+                state = objects["optimizer"].state[parameter]
+                state |= {"momentum_buffer": torch.full_like(parameter.data, value), "n": 3}
+
+    def work(at: int) -> None:
+        if at != rank:
+            return
+        objects, fresh = make(), make()
+        fill(objects, 5.0)
+        taken = take(tmp_path, objects)
+        wanted = state_of(objects)
+        restore(taken, fresh)
+        assert state_of(fresh) == wanted
+        buffers = [s["momentum_buffer"] for s in fresh["optimizer"].state.values()]
+        if not use_orig_params:
+            (buffer,) = buffers
+            held = min(5, max(0, 107 - 5 * rank))
+            assert buffer.tolist() == [5.0] * held + [0.0] * (5 - held)
+        fill(objects, 7.0)
+        restore(taken, objects)
+        assert state_of(objects) == wanted
+
+    on_each_rank(23, work)
 
 
 def test_what_flattening_would_mix_up_is_refused() -> None:

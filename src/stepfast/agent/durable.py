@@ -78,7 +78,9 @@ class DurableWork:
 
     def _list(self) -> NodeInput:
         try:
-            seen = catalog.survey(self._store())
+            store = self._store()
+            seen = catalog.survey(store)
+            _try_to_write(store, self._slot_root.name)
         except (OSError, StepfastError) as error:
             return StoreUnusable(f"the checkpoint store cannot be used: {error}")
         committed = tuple(sorted(manifest.snapshot for manifest in seen.manifests))
@@ -138,6 +140,7 @@ class DurableWork:
             torch_version=_version_of("torch"),
             created_at_s=time.time(),
             files=order.shards,
+            user=settings.checkpoints.user,
         )
 
     def _remove_old(self, order: CommitShards) -> frozenset[SnapshotId]:
@@ -153,6 +156,14 @@ class DurableWork:
         except (OSError, StepfastError):
             return frozenset()
         return frozenset(removed)
+
+
+def _try_to_write(store: CheckpointStore, node: str) -> None:
+    """A store that takes nothing is found before the first step, not at the first checkpoint."""
+    name = f"probe-{node}"
+    with store.writer(name) as writer:
+        writer.write(b"may this node write here?")
+    store.delete(name)
 
 
 def _version_of(package: str) -> str:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from stepfast.checkpoint.tensors.staging import Staging
     from stepfast.checkpoint.tensors.tree import Collected, StateTree
 
+COPY_ERRORS = (RuntimeError, MemoryError, OSError, ValueError)
+"""What a copy may fail with; torch's and CUDA's errors are RuntimeErrors."""
 SLOT_WAIT_LIMIT_S = 600.0
 """How long a due snapshot waits for a slot that others protect: as long as any phase may take."""
 COPY_LIMIT_S = 600.0
@@ -51,7 +53,10 @@ FINISH_LIMIT_S = 1.0
 small loses a step, too big delays a recovery. 1 s is 5 GB and more.
 """
 _SLOT_POLL_S = 0.002
-_WHOLE_EVERY = 64
+WHOLE_EVERY = 64
+"""One of so many snapshots is whole once a loop has run for a while. Smaller finds a change that
+leaves no trace earlier, and holds the training for a whole copy more often.
+"""
 _NAMES_SHOWN = 3
 
 
@@ -125,8 +130,8 @@ class Capture:
 
     @property
     def has_copied(self) -> bool:
-        """Whether a copy has ended and awaits its fence. Raises what stopped it."""
-        return self._under_way is not None and self._under_way.staging.wait(0.0)
+        """Whether a copy has ended, well or not, and awaits its fence."""
+        return self._under_way is not None and self._under_way.staging.has_ended
 
     @property
     def is_fenced(self) -> bool:
@@ -201,7 +206,7 @@ class Capture:
                 sound = False
                 staging.cancel()
             self._wait(FINISH_LIMIT_S)
-        except (RuntimeError, MemoryError, OSError, ValueError) as error:
+        except COPY_ERRORS as error:
             raise OperatingError(f"copying a snapshot failed: {error}") from error
         if not sound or staging.changed():
             return None
@@ -268,7 +273,7 @@ class Capture:
         """Behind a void one; else the 1st, 2nd, 4th, 8th ... and each 64th."""
         self._staged_count += 1
         count = self._staged_count
-        return self._was_void or count & (count - 1) == 0 or count % _WHOLE_EVERY == 0
+        return self._was_void or count & (count - 1) == 0 or count % WHOLE_EVERY == 0
 
     def _make_void(self, snapshot: SnapshotId, changed: list[str]) -> None:
         self._was_void = True

@@ -29,6 +29,7 @@ from stepfast.checkpoint.manifest import (
     encode_manifest,
     snapshot_words,
 )
+from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.core.terms import SnapshotId
@@ -81,13 +82,12 @@ def read_layout(store: CheckpointStore, name: str) -> tuple[Layout, SnapshotId |
 
 
 def gather_tensors(rank_layouts: Iterable[Layout]) -> dict[str, TensorInfo]:
-    """The tensors of all ranks, by name. Where ranks differ, what they hold is each one's own, and
-    the first one's is told.
-    """
+    """The tensors of all ranks as wholes, by name, but for what is one rank's alone."""
     tensors: dict[str, TensorInfo] = {}
     for layout in rank_layouts:
         for entry in layout.entries:
-            tensors.setdefault(entry.name, TensorInfo(entry.dtype, entry.global_shape))
+            if layouts.private_rank(entry.name) is None:
+                tensors.setdefault(entry.name, TensorInfo(entry.dtype, true_shape(entry)))
     return dict(sorted(tensors.items()))
 
 
@@ -98,6 +98,8 @@ def _checked_layout(store: CheckpointStore, snapshot: SnapshotId, file: ShardFil
         raise StateError(
             f"{store.url}/{name} holds {snapshot_words(held)}, not {snapshot_words(snapshot)}"
         )
+    if layout.rank != file.rank:
+        raise StateError(f"{store.url}/{name} is the file of rank {layout.rank}, not {file.rank}")
     if layout.file_bytes != file.size_bytes or layout.digest != file.layout_digest:
         raise StateError(
             f"{store.url}/{name} was written again: its size or layout is not what its writer said"

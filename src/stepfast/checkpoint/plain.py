@@ -56,9 +56,13 @@ _BUILD: dict[int, Callable[[Any], object]] = {
 }  # fmt: skip
 
 
-def encode(value: object, leaf: Leaf | None = None) -> bytes:
-    """The bytes of `value`; `leaf(object, path)` may make a Ref of what is not plain."""
-    packed = _pack(value, "", 0, leaf or _no_leaf)
+def encode(value: object, leaf: Leaf | None = None, path: str = "") -> bytes:
+    """The bytes of `value`; `leaf(object, path)` may make a Ref of what is not plain.
+
+    A value that was encoded before may be inside, as a msgspec.Raw of its bytes; `path` is then
+    where it will be.
+    """
+    packed = _pack(value, path, 0, leaf or _no_leaf)
     return msgspec.msgpack.encode(packed)
 
 
@@ -123,6 +127,8 @@ def _pack(value: Any, path: str, depth: int, leaf: Leaf) -> object:
             _checked_text(k, path): _pack(v, _join(path, k), depth + 1, leaf)
             for k, v in value.items()
         }
+    if kind is msgspec.Raw:
+        return value
     ref = leaf(value, path)
     if ref is not None:
         return _pack_ref(ref)

@@ -107,7 +107,13 @@ def open_store(url: str | Path) -> CheckpointStore:
     text = str(url)
     scheme = match[1].lower() if (match := _SCHEME.match(text)) else ""
     if scheme in _OBJECT_SCHEMES:
-        raise ConfigError(f"{scheme}:// is no store of checkpoints yet; give a path")
+        try:
+            from stepfast.checkpoint.objects import ObjectStore
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"{scheme}:// needs the package obstore: pip install 'stepfast[s3]'"
+            ) from error
+        return ObjectStore(text)
     if scheme == "file":
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):

@@ -28,6 +28,8 @@ from stepfast.checkpoint.catalog import (
     survey,
     verify,
 )
+from stepfast.checkpoint.export import export_safetensors
+from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.manifest import (
     Manifest,
     TensorInfo,
@@ -51,6 +53,7 @@ def run_ckpt(options: argparse.Namespace) -> int:
         "verify": _verify,
         "diff": _diff,
         "prune": _prune,
+        "export": _export,
     }
     return commands[options.ckpt_command](options)
 
@@ -182,8 +185,8 @@ def _diff(options: argparse.Namespace) -> int:
     sides = []
     for url in (options.before, options.after):
         store, given = locate(url)
-        manifest = load_manifest(store, choose(store, given, None))
-        sides.append((f"{store.url}/{manifest.name}", WholeCheckpoint(store, manifest)))
+        stored = StoredCheckpoint.open(store, choose(store, given, None))
+        sides.append((stored.place, WholeCheckpoint(stored)))
     (before_name, before), (after_name, after) = sides
     differences = compare(before, after)
     if options.json:
@@ -222,6 +225,22 @@ def _prune(options: argparse.Namespace) -> int:
         _say(f"{'would remove' if options.dry_run else 'removed'} {name}")
     if not names:
         _say("nothing to remove")
+    return EXIT_FINISHED
+
+
+def _export(options: argparse.Namespace) -> int:
+    store, given = locate(options.url)
+    snapshot = choose(store, given, options.step)
+    checkpoint = WholeCheckpoint(StoredCheckpoint.open(store, snapshot))
+    bar = _Bar("export")
+    files = export_safetensors(
+        checkpoint, Path(options.directory), tracked=options.object, progress=bar.show
+    )
+    bar.clear()
+    if options.json:
+        _say_json({"url": checkpoint.stored.place, "files": files})
+    else:
+        _say(f"{checkpoint.stored.place}: {len(files)} files in {options.directory}")
     return EXIT_FINISHED
 
 

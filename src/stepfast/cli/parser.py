@@ -31,6 +31,7 @@ _JOB = (
     "keep_checkpoints",
     "keep_every_steps",
     "checkpoint_bytes_per_s",
+    "checkpoint_metadata",
     "on_damage",
     "device",
     "memory_dir",
@@ -60,6 +61,7 @@ examples:
   stepfast ckpt ls stepfast-jobs/a
   stepfast ckpt verify s3://bucket/run-7
   stepfast ckpt diff jobs/a jobs/b/checkpoints/step-000000050-gen-0001
+  stepfast ckpt export jobs/a exported-model
   stepfast ckpt prune jobs/a --keep-last 3 --keep-every 1000 --dry-run
 """
 
@@ -155,6 +157,15 @@ def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:
     prune.add_argument("--keep-last", type=int, default=2, metavar="N", help=f"{last} (default: 2)")
     prune.add_argument("--keep-every", type=int, default=0, metavar="K", help=every)
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    export = _add_ckpt_command(below, "export", "Write a model's whole tensors for other tools.")
+    export.add_argument("directory", metavar="DIRECTORY", help="where the model's files go")
+    export.add_argument("--step", metavar="STEP", help=f"{step} (default: the newest)")
+    export.add_argument(
+        "--object", default="model", metavar="NAME", help="what run.track calls it (default: model)"
+    )
+    export.add_argument(
+        "--format", default="safetensors", choices=("safetensors",), help="files and an index"
+    )
 
 
 def _add_ckpt_command(

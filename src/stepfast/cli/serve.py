@@ -17,7 +17,7 @@ from pathlib import Path
 
 import stepfast
 from stepfast.agent.daemon import Agent, Script
-from stepfast.config import JobConfig, split_address
+from stepfast.config import JobConfig, metadata_of, split_address
 from stepfast.coordinator.journal import EVENTS_FILE, Journal, read_events
 from stepfast.coordinator.server import JobServer
 from stepfast.core.durable import CheckpointSettings
@@ -210,6 +210,7 @@ def _checkpoint_settings(config: JobConfig, job_dir: Path) -> CheckpointSettings
         keep_last=config.keep_checkpoints,
         keep_every_steps=config.keep_every_steps,
         bytes_per_s_max=config.checkpoint_bytes_per_s,
+        user=metadata_of(config),
         is_strict=config.on_damage == "stop",
     )
 

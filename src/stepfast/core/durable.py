@@ -52,6 +52,7 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     keep_last: int = 2
     keep_every_steps: int = 0  # 0: none is kept for its step
     bytes_per_s_max: float | None = None  # of each rank; None: as fast as the store takes it
+    user: dict[str, str] = {}  # what the user wants to be in the manifest
     is_strict: bool = False  # a damaged checkpoint ends the job instead of an older one being used
 
     def is_due(self, step: Step) -> bool:

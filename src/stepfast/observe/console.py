@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stepfast.events import (
+    CheckpointCommitted,
+    CheckpointLost,
+    CheckpointRejected,
     DecisionMade,
     Event,
     FaultSeen,
@@ -43,7 +46,15 @@ def line_of(event: Event) -> str | None:
             return f"decision: {event.action} ({_first_line(event.reason)})"
         case GenerationOpened():
             at = "the beginning" if event.step is None else f"step {event.step}"
-            return f"generation {event.generation} opens at {at}"
+            source = ", from a checkpoint" if event.source == "checkpoint" else ""
+            return f"generation {event.generation} opens at {at}{source}"
+        case CheckpointCommitted():
+            return f"checkpoint of step {event.step} committed: {event.size_bytes / 1e6:.1f} MB"
+        case CheckpointLost():
+            reason = _first_line(event.reason)
+            return f"no checkpoint of step {event.step}, training goes on: {reason}"
+        case CheckpointRejected():
+            return f"checkpoint of step {event.step} cannot be used: {_first_line(event.reason)}"
         case Recovered():
             phases = ", ".join(
                 f"{name} {getattr(event, name + '_s') * 1000:.0f}"

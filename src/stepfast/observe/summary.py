@@ -14,6 +14,9 @@ import msgspec
 from stepfast.errors import EXIT_TRY_AGAIN
 from stepfast.events import (
     AFTER_THE_END,
+    CheckpointCommitted,
+    CheckpointLost,
+    CheckpointRejected,
     EventLine,
     FaultSeen,
     GenerationOpened,
@@ -37,6 +40,7 @@ def summarize(lines: Iterable[EventLine]) -> dict[str, Any]:
         "pids": {},
         "generations": [],
         "recoveries": [],
+        "checkpoints": {"committed": 0, "lost": 0, "rejected": 0, "last_step": None},
         "failed_after_the_end": [],
         "faults": 0,
         "wall_s": 0.0,
@@ -55,11 +59,23 @@ def _take(summary: dict[str, Any], event: object) -> None:
             for rank, pid in event.pids.items():
                 summary["pids"].setdefault(str(rank), {})[str(event.generation)] = pid
             summary["generations"].append(
-                {"generation": event.generation, "step": event.step, "kept_model": event.kept}
+                {
+                    "generation": event.generation,
+                    "step": event.step,
+                    "source": event.source,
+                    "kept_model": event.kept,
+                }
             )
             summary["status"] = "running"
         case FaultSeen(collateral=False):
             summary["faults"] += 1
+        case CheckpointCommitted():
+            summary["checkpoints"]["committed"] += 1
+            summary["checkpoints"]["last_step"] = event.step
+        case CheckpointLost():
+            summary["checkpoints"]["lost"] += 1
+        case CheckpointRejected():
+            summary["checkpoints"]["rejected"] += 1
         case Recovered():
             summary["recoveries"].append(_recovery(event))
         case Note(topic=topic, rank=rank) if topic == AFTER_THE_END and rank is not None:

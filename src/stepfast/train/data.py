@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepfast.core.faults import Whereabouts
-from stepfast.errors import ScriptError
+from stepfast.errors import ScriptError, StateError
 from stepfast.train import torch_private
 from stepfast.train.whereabouts import Whereabout
 
@@ -37,6 +37,7 @@ class TrackedLoader:
         self._iterator: Iterator[Any] | None = None
         # Of the epoch's beginning: the workers are seeded from it.
         self._rng_before: bytes | None = None
+        self._orders_before: list[bytes] = []
         self.epoch = 0
 
     def __iter__(self) -> TrackedLoader:
@@ -64,7 +65,14 @@ class TrackedLoader:
         it is not asked.
         """
         position = None if self._iterator is None else self._loader.state_dict()
-        return {"epoch": self.epoch, "loader": position, "rng_before": self._rng_before}
+        orders = self._orders()  # before its first batch it has no position, and yet an order
+        return {
+            "epoch": self.epoch,
+            "loader": position,
+            "rng_before": self._rng_before,
+            "orders_before": orders if position is None else self._orders_before,
+            "orders": orders,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position; the old iterator and its workers are gone first.
@@ -75,17 +83,19 @@ class TrackedLoader:
         """
         self.drop()
         self.epoch = int(state["epoch"])
+        self._set_orders(state["orders_before"])
         if state["loader"] is None:
             return
         self._loader.load_state_dict(state["loader"])
-        torch.set_rng_state(torch.frombuffer(bytearray(state["rng_before"]), dtype=torch.uint8))
+        torch.set_rng_state(_as_state(state["rng_before"]))
         self._begin_epoch()
+        self._set_orders(state["orders"])
 
     def state_in_other_world(self, state: dict[str, Any]) -> dict[str, Any]:
         """What is left of a rank's position where the job has another number of ranks: the epoch,
-        which begins anew, for ranks divide it in another way.
+        which begins anew in the order that it had, for ranks divide it in another way.
         """
-        return {"epoch": state["epoch"], "loader": None, "rng_before": None}
+        return {**state, "loader": None}
 
     def drop(self) -> None:
         """End the iterator and its workers now, whatever state they are in."""
@@ -99,8 +109,30 @@ class TrackedLoader:
 
     def _begin_epoch(self) -> None:
         self._rng_before = torch.get_rng_state().numpy().tobytes()
+        self._orders_before = self._orders()
         self._set_sampler_epoch()
         self._iterator = iter(self._loader)
+
+    def _orders(self) -> list[bytes]:
+        return [generator.get_state().numpy().tobytes() for generator in self._generators()]
+
+    def _set_orders(self, orders: list[bytes]) -> None:
+        generators = self._generators()
+        if len(generators) != len(orders):
+            raise StateError(
+                f"the tracked loader {self._name!r} has {len(generators)} generators of its own, in"
+                f" the snapshot it has {len(orders)}"
+            )
+        for generator, order in zip(generators, orders, strict=True):
+            generator.set_state(_as_state(order))
+
+    def _generators(self) -> list[torch.Generator]:
+        """What the loader and its samplers draw from, besides the process's own generator."""
+        batch_sampler = getattr(self._loader, "batch_sampler", None)
+        owners = [self._loader, getattr(self._loader, "sampler", None), batch_sampler]
+        owners.append(getattr(batch_sampler, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
     def _set_sampler_epoch(self) -> None:
         for owner in ("sampler", "batch_sampler", "dataset"):
@@ -108,3 +140,7 @@ class TrackedLoader:
             if callable(set_epoch):
                 set_epoch(self.epoch)
                 return
+
+
+def _as_state(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -145,9 +145,11 @@ class Run:
     def track(self, **objects: Any) -> SimpleNamespace:
         """Name the objects whose state is the job's; they come back under the same names.
 
-        Modules, optimizers, schedulers, scalers, generators, and anything with `state_dict` and
-        `load_state_dict`. A loader comes back as an endless iterator over its epochs. Where the job
-        resumes, state is restored here. Raises ScriptError for an object without state.
+        Modules, optimizers, schedulers, scalers, generators, tensors, dicts and lists of tensors
+        and plain values, and anything with `state_dict` and `load_state_dict`. A loader comes back
+        as an endless iterator over its epochs. Where the job resumes, state is restored here, in
+        place. Raises ScriptError for an object without state, and names the path of what is in its
+        state and cannot be kept.
         """
         if self._host.kept.tracked is not None:
             raise ScriptError("run.track was called twice; call it once, with everything")

@@ -14,6 +14,8 @@ import math
 import statistics
 from collections import deque
 
+from stepfast.checkpoint.capture import WHOLE_EVERY
+
 _TURNS_KEPT = 1024  # of a job of any length; the latest count
 _TURNS_MIN = 10  # fewer say nothing
 _CONTROLS_MIN = 8
@@ -29,22 +31,21 @@ class SnapshotCost:
         self._own_s = _kept()
         self._with_copy_s = _kept()
         self._without_copy_s = _kept()
-        self._held_s = 0.0
-        self._snapshots = 0
+        self._wholes_s = _kept()  # boundary, and comparing at the fence
         self._held_in_turn_s = 0.0
 
     def boundary(self, seconds: float, *, whole: bool) -> None:
         """A snapshot was begun; `whole`: and copied, for which the thread was held."""
-        self._hold(seconds)
-        self._snapshots += 1
-        if not whole:
-            self._boundaries_s.append(seconds)
+        self._held_in_turn_s += seconds
+        (self._wholes_s if whole else self._boundaries_s).append(seconds)
 
     def fence(self, seconds: float, *, whole: bool) -> None:
         """The thread was held until a copy had ended, or was compared if it was `whole`."""
-        self._hold(seconds)
+        self._held_in_turn_s += seconds
         if not whole:
             self._fences_s.append(seconds)
+        elif self._wholes_s:
+            self._wholes_s[-1] += seconds
 
     def copied(self, own_s: float) -> None:
         """A copy beside the training ended and took so much processor time."""
@@ -68,13 +69,14 @@ class SnapshotCost:
         if len(self._with_copy_s) < _TURNS_MIN or not self._boundaries_s:
             return None
         beside_s, step_s, how = self._beside()
-        each_s = self._held_s / self._snapshots + beside_s
-        share = each_s / interval_steps / step_s
+        boundary_s, fence_s = _median(self._boundaries_s), _median(self._fences_s)
+        whole_s = _median(self._wholes_s)
+        each_s = boundary_s + fence_s + whole_s / WHOLE_EVERY + beside_s
         text = (
-            f"snapshots cost {share:.1%} of a step of {step_s * 1e3:.1f} ms: held"
-            f" {_ms(self._boundaries_s)} at the boundary and {_ms(self._fences_s)} at the fence"
-            f" (medians; {self._held_s / self._snapshots * 1e3:.2f} ms for each, the whole ones"
-            f" included), copying beside the training {beside_s * 1e3:.2f} ms ({how})"
+            f"snapshots cost {each_s / interval_steps / step_s:.1%} of a step of"
+            f" {step_s * 1e3:.1f} ms: held {boundary_s * 1e3:.2f} ms at the boundary and"
+            f" {fence_s * 1e3:.2f} ms at the fence, {whole_s * 1e3:.1f} ms by a whole one (each"
+            f" {WHOLE_EVERY}th), copying beside the training {beside_s * 1e3:.2f} ms ({how})"
         )
         wanted = math.ceil(each_s / (_AIM * step_s))
         if wanted <= interval_steps:
@@ -88,17 +90,13 @@ class SnapshotCost:
             without_s = statistics.median(self._without_copy_s)
             turns = f"{len(self._with_copy_s)} turns with, {len(self._without_copy_s)} without"
             return max(0.0, with_s - without_s), without_s, turns
-        own_s = statistics.median(self._own_s) if self._own_s else 0.0
+        own_s = _median(self._own_s)
         return own_s, max(with_s - own_s, own_s), "its own processor time"
-
-    def _hold(self, seconds: float) -> None:
-        self._held_s += seconds
-        self._held_in_turn_s += seconds
 
 
 def _kept() -> deque[float]:
     return deque(maxlen=_TURNS_KEPT)
 
 
-def _ms(seconds: deque[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.2f} ms" if seconds else "0 ms"
+def _median(seconds: deque[float]) -> float:
+    return statistics.median(seconds) if seconds else 0.0

@@ -10,6 +10,7 @@ whoever made it and whether it is tracked or not. When a generation is left no c
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,7 @@ class Snapshots:
     ) -> None:
         """The arguments are those of `Capture`; `shield`: code that no signal may tear apart."""
         self.cost = SnapshotCost()
+        self._pid = os.getpid()
         self._capture: Capture | None = None
         self._protected, self._on_sealed = protected, on_sealed
         self._note, self._check, self._shield = note, check, shield
@@ -90,6 +92,11 @@ class Snapshots:
         self._capture.fence()
         self.cost.fence(time.perf_counter() - began, whole=whole)
 
+    def hold(self) -> None:
+        """From any thread: return once no copy reads any more."""
+        if self._capture is not None:
+            self._capture.hold()
+
     def try_seal(self) -> None:
         """Where the copy has ended already, seal it now: what follows may take long."""
         if self._capture is not None and self._capture.has_copied:
@@ -107,8 +114,14 @@ class Snapshots:
         self._on_sealed(captured)
 
     def _before_any_step(self, *_: Any) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork of this process has parameters of its own, and no copy
         if threading.get_ident() == threading.main_thread().ident:
             with self._shield():
                 self.fence()
-        elif self._capture is not None:
-            self._capture.hold()
+        else:
+            self.hold()
+
+    def close(self) -> None:
+        """No optimizer is fenced any more."""
+        self._hook.remove()

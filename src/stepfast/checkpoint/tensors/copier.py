@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import threading
 import time
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from stepfast.checkpoint.arena import Slot
+from stepfast.checkpoint.capture import COPY_ERRORS
 from stepfast.errors import OperatingError
 
 PIECE_BYTES = 8 << 20
@@ -34,8 +36,6 @@ SMALL_BYTES = 128 << 10
 """Tensors up to this size are copied many in one call. torch copies so few elements of any dtype in
 the calling thread, without its pool.
 """
-COPY_ERRORS = (RuntimeError, MemoryError, OSError, ValueError)
-"""What a copy may fail with; torch's and CUDA's errors are RuntimeErrors."""
 _POLL_S = 0.0005
 
 
@@ -90,9 +90,9 @@ class ThreadCopying:
         self._cancelled = False
         self._error: Exception | None = None
         self._ended = threading.Event()
-        thread = threading.Thread(target=self._run, name="stepfast-staging", daemon=True)
         try:
-            thread.start()
+            # Not threading.Thread: its start waits for the thread's first lines, its end is joined.
+            _thread.start_new_thread(self._run, ())
         except RuntimeError as error:
             raise OperatingError(f"no thread to copy a snapshot with: {error}") from error
 

@@ -42,10 +42,12 @@ class Piece(NamedTuple):
     size: int
     is_whole: bool
 
-    def of(self, flat: Tensor) -> Tensor | Part:
+    def of(self, flat: Tensor) -> Part:
         """The piece of `flat`, sharing its memory."""
         cut = flat[self.offset : self.offset + self.size]
-        return cut.view(self.shape) if self.is_whole else Part(cut, self.shape, self.start)
+        if self.is_whole:
+            return Part(cut.view(self.shape), self.shape, None)
+        return Part(cut, self.shape, self.start)
 
 
 class FlatPlace(NamedTuple):
@@ -56,7 +58,7 @@ class FlatPlace(NamedTuple):
     """
 
     key: str
-    kept: Tensor | Part
+    kept: Part
     parameter: Tensor
     in_state: Piece | None
     is_shared: bool  # a second name of a parameter that has another place
@@ -149,46 +151,41 @@ def join_state(
 ) -> dict[str, Any]:
     """The state of `parameter` out of what was saved for the originals in it; copies are planned.
 
-    Tensors in `before` are used again where they fit. An original without state counts as zeros, as
-    FSDP1's own loading has it. StateError where the originals' single numbers differ.
+    Tensors in `before` are used again where they fit. StateError where an original has no state,
+    or where their single numbers differ: a flat parameter has one state for all.
     """
-    first = next(values for _, values in pieces if values is not None)
+    saved = [values for _, values in pieces if values is not None]
+    if len(saved) != len(pieces) or any(values.keys() != saved[0].keys() for values in saved):
+        raise StateError(f"{name}: the snapshot has state for only a part of it; {_REMEDY}")
     joined: dict[str, Any] = {}
-    for key, value in first.items():
-        found = [values.get(key) if values is not None else None for _, values in pieces]
+    for key, value in saved[0].items():
         source, is_flattened = source_of(value) if isinstance(value, Ref) else (None, False)
-        piece, _ = pieces[0]
-        if source is not None and (is_flattened or (piece.is_whole and source.shape != ())):
-            flat = _flat_like(parameter, source.dtype, before.get(key))
-            for (piece, _), saved in zip(pieces, found, strict=True):
-                _plan_piece(f"{name}.{key}", piece, flat, saved, source_of, plan_copy)
-            joined[key] = flat
+        if source is not None and (is_flattened or (pieces[0][0].is_whole and source.ndim > 0)):
+            joined[key] = flat = _flat_like(parameter, source.dtype, before.get(key))
+            for (piece, _), values in zip(pieces, saved, strict=True):
+                _plan_piece(
+                    f"{name}.{key}", piece.of(flat).tensor, values[key], source_of, plan_copy
+                )
             continue
-        numbers = [_number(each, source_of) for each in found if each is not None]
+        numbers = [_number(values[key], source_of) for values in saved]
         if any(number != numbers[0] for number in numbers):
-            raise StateError(
-                f"{name} has one {key} for parameters of which the snapshot has several:"
-                f" {sorted(set(map(str, numbers)))[:3]}; build the model with use_orig_params=True"
-            )
+            several = sorted(set(map(str, numbers)))[:3]
+            raise StateError(f"{name} has one {key}, the snapshot has {several} for it; {_REMEDY}")
         joined[key] = value
     return joined
 
 
+_REMEDY = "build the model with use_orig_params=True"
+
+
 def _plan_piece(
-    name: str,
-    piece: Piece,
-    flat: Tensor,
-    saved: object,
-    source_of: SourceOf,
-    plan_copy: PlanCopy,
+    name: str, target: Tensor, saved: object, source_of: SourceOf, plan_copy: PlanCopy
 ) -> None:
-    kept = piece.of(flat)
-    target = kept.tensor if isinstance(kept, Part) else kept
-    source = source_of(saved)[0] if isinstance(saved, Ref) else torch.zeros_like(target)
-    if source.shape != target.shape or source.dtype != target.dtype:
+    source = source_of(saved)[0] if isinstance(saved, Ref) else None
+    if source is None or source.shape != target.shape or source.dtype != target.dtype:
+        what = "none" if source is None else f"{source.dtype} {list(source.shape)}"
         raise StateError(
-            f"{name} is {target.dtype} {list(target.shape)} here and {source.dtype}"
-            f" {list(source.shape)} in the snapshot"
+            f"{name} is {target.dtype} {list(target.shape)} here and {what} in the snapshot"
         )
     plan_copy(target, source)
 

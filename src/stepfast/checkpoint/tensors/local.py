@@ -40,11 +40,14 @@ class _Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A run of the flattened elements of a tensor of `whole_shape`, from `start` on."""
+    """A run of the flattened elements of a tensor of `whole_shape`, from `start` on.
+
+    Or, where `start` is None, all of them, in their own shape.
+    """
 
     tensor: Tensor
     whole_shape: tuple[int, ...]
-    start: int
+    start: int | None
 
 
 class Known(NamedTuple):
@@ -74,9 +77,12 @@ class Known(NamedTuple):
     def _is_part(self, part: Part) -> bool:
         # Not by identity: parts are cut anew each time. What has their memory is the same part.
         tensor, spec = part.tensor, self.spec
+        if part.start is None:
+            is_same_run = spec.original_shape is None
+        else:
+            is_same_run = spec.original_shape == part.whole_shape and spec.offsets == (part.start,)
         return (
-            part.whole_shape == spec.original_shape
-            and (part.start,) == spec.offsets
+            is_same_run
             and tensor.shape == spec.shape
             and tensor.dtype == self.local.dtype
             and tensor.data_ptr() == self.local.data_ptr()
@@ -98,7 +104,7 @@ class Inspector:
     """Says what a tensor is. Remembers where parts begin: the same few shapes come again."""
 
     def __init__(self) -> None:
-        self._offsets: dict[object, tuple[int, ...]] = {}
+        self._parts: dict[object, tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
     def known(self, name: str, tensor: Tensor | Part) -> Known:
         """What is to be known of `tensor` under `name`; ScriptError where it cannot be kept."""
@@ -110,6 +116,8 @@ class Inspector:
 
     def _known_part(self, name: str, part: Part) -> Known:
         whole = self.known(name, part.tensor)
+        if part.start is None:
+            return whole
         spec = TensorSpec(
             name, whole.spec.dtype, whole.spec.shape, (math.prod(part.whole_shape),), (part.start,),
             original_shape=part.whole_shape,
@@ -133,18 +141,47 @@ class Inspector:
                 f"{name} is a DTensor of partial sums; redistribute it before run.track()"
             )
         local_shape = tuple(local_of(tensor).shape)
-        return TensorSpec(name, dtype, local_shape, shape, self._offsets_of(shape, place))
+        if place.coordinate is None:  # a rank outside of the mesh, which holds nothing
+            return TensorSpec(name, dtype, local_shape, shape, ())
+        arithmetic, offsets = self._part_of(shape, place)
+        if arithmetic != local_shape:
+            raise ScriptError(
+                f"{name} is a DTensor of which this rank holds {list(local_shape)}, not the"
+                f" {list(arithmetic)} of its placements {place.placements}; which part it is"
+                " cannot be told"
+            )
+        return TensorSpec(name, dtype, local_shape, shape, offsets)
 
-    def _offsets_of(self, shape: tuple[int, ...], place: _Place) -> tuple[int, ...]:
+    def _part_of(
+        self, shape: tuple[int, ...], place: _Place
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and offsets of the part at a place in a mesh."""
         # By the mesh's shape: a mesh as a key would outlive its generation.
-        key = (shape, place.mesh.shape, place.placements, tuple(place.coordinate or ()))
-        offsets = self._offsets.get(key)
-        if offsets is None:
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+        key = (shape, place.mesh.shape, place.placements, tuple(place.coordinate))
+        part = self._parts.get(key)
+        if part is None:
+            part = self._parts[key] = _part_of(shape, place)
+        return part
 
-            found = compute_local_shape_and_global_offset(shape, place.mesh, place.placements)
-            offsets = self._offsets[key] = tuple(found[1])
-        return offsets
+
+def _part_of(shape: tuple[int, ...], place: _Place) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    # Not torch's own function: what FSDP2 cuts out of what tensor parallelism has cut, it places
+    # wrongly where the sizes are uneven (torch 2.13). Such a cut is a strided one, and comes last.
+    plain: list[int] = []
+    strided: list[int] = []
+    for mesh_dim, placement in enumerate(place.placements):
+        if not placement.is_replicate():
+            (strided if hasattr(placement, "split_factor") else plain).append(mesh_dim)
+    size, offsets = list(shape), [0] * len(shape)
+    for mesh_dim in (*plain, *reversed(strided)):
+        dim = place.placements[mesh_dim].dim
+        step = -(-size[dim] // place.mesh.shape[mesh_dim])
+        first = min(step * place.coordinate[mesh_dim], size[dim])
+        offsets[dim] += first
+        size[dim] = min(step, size[dim] - first)
+    # An empty part lies behind the end, where no other part begins.
+    ends = zip(size, offsets, shape, strict=True)
+    return tuple(size), tuple(offset if count else whole for count, offset, whole in ends)
 
 
 def loaded_type(module: str, name: str) -> Any:

@@ -143,6 +143,20 @@ def private_prefixes(objects: Objects) -> tuple[str, ...]:
     return (f"{OWN_NAME}.", *(f"{name}." for name, v in objects.items() if is_per_rank(v)))
 
 
+def check_coupled(objects: Objects) -> None:
+    """ScriptError for a schedule whose optimizer is not tracked: one without the other is wrong."""
+    tracked = {id(value) for value in objects.values()}
+    known = nn.Module | Optimizer | LRScheduler | torch.amp.GradScaler
+    own = [v for v in objects.values() if not isinstance(v, known) and not hasattr(v, "__next__")]
+    for name, value in objects.items():
+        optimizer = getattr(value, "optimizer", None)
+        # An object of the script's own may hold the optimizer and its state; no loader or scaler.
+        if is_schedule(value) and id(optimizer) not in tracked and not any(map(_has_state, own)):
+            raise ScriptError(
+                f"{name} is the schedule of an optimizer that is not tracked; track that one too"
+            )
+
+
 def scan_all(objects: Objects) -> dict[str, Scan]:
     """The tracked modules as they are now."""
     return {

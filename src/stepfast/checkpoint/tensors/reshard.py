@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
     dtype: str
 
 
-class _Resharded:
+class Resharded:
     """As the slot would have been, had this rank taken the snapshot."""
 
     def __init__(self, layout: Layout, plain: bytes) -> None:
@@ -105,7 +105,7 @@ def restore(
         if is_strict:
             raise StateError(text)
         on_warning(f"{text}; what does not fit stays as it is")
-    source = _fill(checkpoint, plan.wants.found, plan.plain(), tree.rank, counted)
+    source = fill(checkpoint, plan.wants.found, plan.plain(), tree.rank, counted)
     tree.restore_from(source, plan.left_alone)
     return Restored(is_resharded=True, read_bytes=count)
 
@@ -163,16 +163,16 @@ def _is_state_in_place(
     return True
 
 
-def _fill(
+def fill(
     checkpoint: StoredCheckpoint,
     wanted: Mapping[str, Wanted],
     plain: bytes,
     rank: int,
     on_read: OnRead,
-) -> _Resharded:
-    """Read what is wanted into the places that it would have in a slot."""
+) -> Resharded:
+    """Read what is wanted into the places that it would have in a slot of `rank`."""
     layout = Layout.build((want.spec for want in wanted.values()), len(plain), rank=rank)
-    source = _Resharded(layout, plain)
+    source = Resharded(layout, plain)
     targets = {entry.name: _elements(source.view(entry), entry.dtype) for entry in layout.entries}
     for name, want in wanted.items():
         entry = layout.by_name[name]

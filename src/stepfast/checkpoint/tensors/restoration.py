@@ -116,14 +116,20 @@ class Restoration:
 
     def _check_module(self, name: str) -> None:
         scan, buffers = self._scans[name], self._own["modules"][name]["buffers"]
-        for held in scan.places:
-            if held.tensor is not None and not held.is_buffer:
-                self._check_fits(held.name)
+        saved = self._source.layout.by_name.keys()
+        needed = [h.name for h in scan.places if h.tensor is not None and not h.is_buffer]
         known = {held.name for held in scan.places}
         known |= {b.name for b in buffers if b.name.rpartition(".")[0] in scan.owners}
-        for path in sorted(self._source.layout.by_name.keys() - known):
-            if path.startswith(f"{name}."):
-                raise StateError(f"the snapshot holds {path}, which the model has not")
+        strange = sorted(path for path in saved - known if path.startswith(f"{name}."))
+        problems = []
+        if missing := [path for path in needed if path not in saved]:
+            problems.append(f"has no {_listed(missing)}")
+        if strange:
+            problems.append(f"holds {_listed(strange)}, which the model has not")
+        if problems:
+            raise StateError(f"the snapshot {' and '.join(problems)}; was it of another model?")
+        for path in needed:
+            self._check_fits(path)
 
     def _check_fits(self, name: str) -> None:
         wanted = self._source.layout.specs.get(name)
@@ -167,11 +173,11 @@ class Restoration:
         self._copy_planned()
         scan = self._scans[name]
         for path, part in scan.owners.items():
-            _set_training(part, path not in flags["eval"])
+            part.training = path not in flags["eval"]
             if path in extra:
                 part.set_extra_state(extra[path])
         for raw, part, path in scan.wrappers:
-            _set_training(part, scan.owners[path].training != (raw in flags["odd_wrappers"]))
+            part.training = scan.owners[path].training != (raw in flags["odd_wrappers"])
             if raw in extra:
                 part.set_extra_state(extra[raw])
 
@@ -279,9 +285,9 @@ class Restoration:
             self._targets, self._sources = [], []
 
 
-def _set_training(part: nn.Module, is_training: bool) -> None:
-    if part.training != is_training:  # a compiled module is guarded on it, and on its being set
-        part.training = is_training
+def _listed(names: list[str]) -> str:
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def put_into(live: Any, restored: Any) -> Any:

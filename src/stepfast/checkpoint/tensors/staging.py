@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stepfast.checkpoint.arena import Slot
-from stepfast.checkpoint.tensors.copier import COPY_ERRORS, Copier, Copying
+from stepfast.checkpoint.capture import COPY_ERRORS
+from stepfast.checkpoint.tensors.copier import Copier, Copying
 from stepfast.checkpoint.tensors.naming import is_transparent
 
+Copiers = Mapping[str, Copier]  # by type of device
 _CANCEL_LIMIT_S = 10.0
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,22 +32,25 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Staging:
     """The part of one snapshot that is copied beside the training."""
 
-    def __init__(self, names: list[str], tensors: list[Tensor]) -> None:
-        """`tensors`: the local tensors under `names`, as they are at the boundary."""
+    def __init__(self, names: list[str], tensors: list[Tensor], devices: list[str]) -> None:
+        """`tensors`: the local tensors under `names`, as they are at the boundary, on `devices`."""
         self.names = names
-        self._tensors = tensors
-        self._before = _marks(tensors)
+        self.tensors = tensors
+        # No shapes: with the same memory and version, what was copied is what was there.
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self._versions = _versions(tensors)
+        self._devices = devices
         self._under_way: list[Copying] = []
 
-    def start(self, slot: Slot, targets: list[Tensor], copiers: Mapping[str, Copier]) -> None:
-        """Begin to copy into `targets`; `copiers` has one for each type of device."""
-        # Aliases: what is copied stays alive, though the tensors may be given other memory.
-        sources = [tensor.detach() for tensor in self._tensors]
+    def start(
+        self, slot: Slot, targets: list[Tensor], sources: list[Tensor], copiers: Copiers
+    ) -> None:
+        """Begin to copy `sources`, aliases of the tensors, into `targets`."""
         try:
             for device, copier in copiers.items():
-                mine = [i for i, tensor in enumerate(sources) if tensor.device.type == device]
-                if mine:
-                    pairs = [targets[i] for i in mine], [sources[i] for i in mine]
+                mine = [each == device for each in self._devices]
+                if any(mine):
+                    pairs = list(compress(targets, mine)), list(compress(sources, mine))
                     self._under_way.append(copier.start(slot, *pairs))
         except BaseException:
             self.cancel()
@@ -60,6 +66,14 @@ class Staging:
     def own_s(self) -> float:
         """Processor time that the copying took beside the training, once it has ended."""
         return sum(copying.own_s for copying in self._under_way)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is written any more; `wait` says whether it went well."""
+        try:
+            return self.wait(0.0)
+        except COPY_ERRORS:
+            return True
 
     def wait(self, limit_s: float) -> bool:
         """Whether all has ended within the limit; then it raises what stopped a copy."""
@@ -81,10 +95,42 @@ class Staging:
 
     def changed(self) -> list[str]:
         """The tensors that were changed or given other memory since the boundary."""
-        now = _marks(self._tensors)
-        if now == self._before:
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        versions = _versions(self.tensors)
+        if addresses == self.addresses and versions == self._versions:
             return []
-        return [n for n, x, y in zip(self.names, self._before, now, strict=True) if x != y]
+        before = zip(self.addresses, self._versions, strict=True)
+        pairs = zip(before, zip(addresses, versions, strict=True), strict=True)
+        return [name for name, (x, y) in zip(self.names, pairs, strict=True) if x != y]
+
+
+class Aliases:
+    """Tensors over the memory that is copied: it stays, though the originals be given other memory.
+
+    Kept from one snapshot to the next, for making them takes time at each boundary.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, Tensor] = {}  # by address; what it keeps alive has that address alone
+
+    def of(self, staging: Staging) -> list[Tensor]:
+        """An alias of each staged tensor."""
+        before, found = self._of, []
+        for address, tensor in zip(staging.addresses, staging.tensors, strict=True):
+            alias = before.get(address)
+            if alias is None or not _same_view(alias, tensor):
+                alias = tensor.detach()
+            found.append(alias)
+        self._of = dict(zip(staging.addresses, found, strict=True))
+        return found
+
+
+def _same_view(alias: Tensor, tensor: Tensor) -> bool:
+    return (
+        alias.shape == tensor.shape
+        and alias.dtype == tensor.dtype
+        and alias.stride() == tensor.stride()
+    )
 
 
 def optimizer_held(objects: Mapping[str, Any]) -> set[int]:
@@ -123,6 +169,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_BITS[tensor.element_size()])
 
 
-def _marks(tensors: list[Tensor]) -> list[tuple[int, int]]:
-    # No shapes: with the same memory and version, what was copied is what was there.
-    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+def _versions(tensors: list[Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # a tensor made in inference mode has none, and no optimizer updates it
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -28,13 +28,15 @@ from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopie
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
     Objects,
+    check_coupled,
     check_trackable,
     is_container,
     is_transparent,
     private_prefixes,
 )
 from stepfast.checkpoint.tensors.restoration import Restoration, Views
-from stepfast.checkpoint.tensors.staging import Staging, differing, optimizer_held
+from stepfast.checkpoint.tensors.staging import Aliases, Staging, differing, optimizer_held
+from stepfast.checkpoint.tensors.structure import Structure
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import StateError
 
@@ -45,7 +47,8 @@ class Collected(NamedTuple):
     layout: Layout
     tensors: list[Tensor]
     plain: bytes
-    held: list[bool]  # whether only an optimizer's step changes the tensor, as far as is known
+    # The type of device where only an optimizer's step changes the tensor, as far as is known.
+    held: list[str]
 
 
 class StateTree:
@@ -61,6 +64,7 @@ class StateTree:
         """
         for name, value in objects.items():
             check_trackable(name, value)
+        check_coupled(objects)
         self._objects = dict(objects)
         self.rank, self._private = rank, private_prefixes(objects)
         default: Mapping[str, Copier] = {"cpu": ThreadCopier(), "cuda": StreamCopier()}
@@ -68,6 +72,8 @@ class StateTree:
         self._inspector = Inspector()
         self._known: Mapping[str, Known] = {}
         self._specs: list[TensorSpec] = []
+        self._walk: tuple[Structure, Walk] | None = None
+        self._aliases = Aliases()
         self._layout: Layout | None = None
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
         self.collect()
@@ -76,7 +82,7 @@ class StateTree:
     def collect(self) -> Collected:
         """What is there to keep now. ScriptError names the path of state that cannot be kept."""
         sink = self._sink()
-        blob = Walk(self._objects).everything(sink)
+        blob = self._present_walk().everything(sink)
         found = self._known = sink.found
         specs = [known.spec for known in found.values()]
         room = self._layout is not None and self._layout.has_room_for(len(blob))
@@ -84,7 +90,8 @@ class StateTree:
             self._layout, self._specs = Layout.build(specs, len(blob), rank=self.rank), specs
         known = [found[entry.name] for entry in self._layout.entries]
         ids = optimizer_held(self._objects)
-        held = [id(k.tensor) in ids and k.ref.device in self._copiers for k in known]
+        devices = [k.ref.device if id(k.tensor) in ids else "" for k in known]
+        held = [device if device in self._copiers else "" for device in devices]
         return Collected(self._layout, [k.local for k in known], blob, held)
 
     @torch.no_grad()
@@ -100,16 +107,17 @@ class StateTree:
         The rest, and what `at_boundary` names, is in the slot when this returns.
         """
         entries, targets = slot.layout.entries, self._targets(slot, state)
-        later = [
-            held and entry.name not in at_boundary and not tensor.is_inference()
-            for held, entry, tensor in zip(state.held, entries, state.tensors, strict=True)
-        ]
-        now = [not is_later for is_later in later]
-        tensors = list(compress(state.tensors, later))
-        staging = Staging([entry.name for entry in compress(entries, later)], tensors)
+        later = list(state.held)
+        if at_boundary:
+            pairs = zip(later, entries, strict=True)
+            later = ["" if entry.name in at_boundary else device for device, entry in pairs]
+        now = [not device for device in later]
+        names = [entry.name for entry in compress(entries, later)]
+        staging = Staging(names, list(compress(state.tensors, later)), list(filter(None, later)))
         torch._foreach_copy_(list(compress(targets, now)), list(compress(state.tensors, now)))
         slot.write_plain(state.plain)
-        staging.start(slot, list(compress(targets, later)), self._copiers)
+        sources = self._aliases.of(staging)
+        staging.start(slot, list(compress(targets, later)), sources, self._copiers)
         return staging
 
     def held_and_different(self, slot: Slot, state: Collected) -> list[str]:
@@ -140,7 +148,8 @@ class StateTree:
             raise StateError(str(error)) from error
         walk, sink = Walk(self._objects), self._sink()
         walk.held(sink)
-        self._known = {}  # or tensors that the restored state has not would stay alive
+        # Or tensors that the restored state has not would stay alive.
+        self._known, self._walk, self._aliases = {}, None, Aliases()
         Restoration(walk, sink.found, self._inspector, source, tree, left_alone).run()
         after = Sink(self._inspector, sink.found)
         Walk(self._objects).held(after)
@@ -170,6 +179,12 @@ class StateTree:
                 digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
                 rows.append((name, known.spec.offsets, digest))
         return rows
+
+    def _present_walk(self) -> Walk:
+        if self._walk is None or not self._walk[0].is_same():
+            roots = [value for value in self._objects.values() if isinstance(value, nn.Module)]
+            self._walk = Structure(roots), Walk(self._objects)
+        return self._walk[1]
 
     def _sink(self) -> Sink:
         return Sink(self._inspector, self._known, rank=self.rank, private=self._private)

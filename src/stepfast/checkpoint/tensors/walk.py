@@ -11,8 +11,9 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -68,6 +69,10 @@ class Sink:
         self.found[name] = known
         return known.ref
 
+    def beside(self) -> Sink:
+        """An empty one that knows what this one knew."""
+        return Sink(self._inspector, self._before, rank=self._rank, private=self._private)
+
     def leaf(self, value: object, path: str) -> Ref | None:
         """For `plain.encode`."""
         if not isinstance(value, Tensor | Part):
@@ -86,6 +91,8 @@ class Walk:
         self.objects = objects
         self.scans = scan_all(objects)
         self.names: ParameterNames = parameter_names(objects, self.scans)
+
+        self._states: dict[str, _State] = {}
 
     def everything(self, sink: Sink) -> bytes:
         """Hand every tensor to `sink`, RNGs too; return the plain values."""
@@ -112,10 +119,35 @@ class Walk:
             elif isinstance(value, Tensor):
                 sink.add(name, value)
             elif is_transparent(value):
-                trees[name] = _optimizer_tree(name, value, self.names)
+                trees[name] = self._optimizer_tree(name, value, sink)
             elif is_container(value):
                 trees[name] = value
         return trees, modules
+
+    def _optimizer_tree(self, name: str, optimizer: Optimizer, sink: Sink) -> dict[str, object]:
+        """As the function, with its state's bytes from before where that is the same tensors."""
+        marks = _state_marks(optimizer)
+        if marks is None or any(n.piece is not None for ns in self.names.values() for n in ns):
+            return _optimizer_tree(name, optimizer, self.names)
+        state = self._states.get(name)
+        if state is None or state.marks != marks or not state.is_good():
+            tree = _optimizer_tree(name, optimizer, self.names)
+            inner = sink.beside()
+            raw = msgspec.Raw(plain.encode(tree["state"], inner.leaf, f"{name}.state"))
+            state = self._states[name] = _State(marks, raw, inner.found)
+        sink.found.update(state.found)
+        return {"state": state.raw, "param_groups": _groups(optimizer)}
+
+
+class _State(NamedTuple):
+    """An optimizer's state that holds nothing but tensors: its bytes, and what they are true of."""
+
+    marks: list[object]
+    raw: msgspec.Raw
+    found: dict[str, Known]
+
+    def is_good(self) -> bool:
+        return all(known.is_good(known.tensor) for known in self.found.values())
 
 
 def set_rng_states(objects: Objects, states: Mapping[str, Any]) -> None:
@@ -171,11 +203,7 @@ def _optimizer_tree(name: str, optimizer: Optimizer, known: ParameterNames) -> d
         raise ScriptError(
             f"{name} keeps state that belongs to no parameter; give it state_dict() of its own"
         )
-    groups = [
-        {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for group in optimizer.param_groups
-    ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": _groups(optimizer)}
 
 
 def _without_functions(value: object) -> object:
@@ -189,3 +217,27 @@ def _without_functions(value: object) -> object:
     if type(value) is list:
         return [_without_functions(item) for item in value]
     return value
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, object]]:
+    return [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _state_marks(optimizer: Optimizer) -> list[object] | None:
+    """What its state's names and order follow from; None where it holds more than tensors."""
+    marks: list[object] = []
+    for group in optimizer.param_groups:
+        marks += map(id, group["params"])
+    for parameter, values in optimizer.state.items():
+        if type(values) is not dict or not isinstance(parameter, Tensor):
+            return None
+        marks.append(id(parameter))
+        marks += values
+        for value in values.values():
+            if not isinstance(value, Tensor):
+                return None
+            marks.append(id(value))
+    return marks

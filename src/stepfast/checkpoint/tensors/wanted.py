@@ -119,11 +119,20 @@ class Wants:
     def _parts(
         self, chunks: tuple[Chunk, ...], spec: TensorSpec
     ) -> tuple[tuple[Chunk, Overlap], ...]:
-        ordered = sorted(chunks, key=lambda chunk: (chunk.rank != self._own_rank, chunk.rank))
+        near = [chunk for chunk in chunks if _may_meet(chunk.entry, spec)]
+        near.sort(key=lambda chunk: (chunk.rank != self._own_rank, chunk.rank))
         first: dict[object, Chunk] = {}  # of replicas
-        for chunk in ordered:
+        for chunk in near:
             first.setdefault((chunk.entry.offsets, chunk.entry.shape), chunk)
         return tuple((chunk, o) for chunk in first.values() for o in overlaps(chunk.entry, spec))
+
+
+def _may_meet(saved: TensorSpec, here: TensorSpec) -> bool:
+    """Quick: of a thousand ranks' parts, all but a few lie elsewhere along the first dimension."""
+    if not here.shape or saved.original_shape != here.original_shape:
+        return True
+    first, start = saved.offsets[0], here.offsets[0]
+    return first < start + here.shape[0] and start < first + saved.shape[0]
 
 
 def _fits(saved: TensorSpec, here: TensorSpec) -> bool:

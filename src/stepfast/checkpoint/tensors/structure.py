@@ -1,0 +1,58 @@
+"""Whether the tracked modules are built as they were, in less time than naming it all again takes.
+
+Owns: what the names in modules follow from. Does not own: the names (`naming`).
+
+Invariant: while `is_same` says so, the modules are the same objects of the same classes, with the
+same parameters, buffers and children under the same keys. All of them are looked at each time, and
+kept alive meanwhile, so that no other object can have taken the place of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import nn
+
+from stepfast.checkpoint.tensors.local import loaded_type
+
+
+class Structure:
+    """The modules of one moment."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._modules = list({id(m): m for root in roots for m in root.modules()}.values())
+        flat = loaded_type("torch.distributed.fsdp", "FullyShardedDataParallel")
+        sharded = loaded_type("torch.distributed.fsdp", "FSDPModule")
+        self._sharded: list[Any] = [m for m in self._modules if isinstance(m, sharded)]
+        # FSDP1 gives its parameters other memory whenever it likes.
+        self._is_known = not any(isinstance(m, flat) for m in self._modules)
+        self._reshard()
+        self._dicts = self._read_dicts()
+        self._values = list(chain.from_iterable(d.values() for d in self._dicts))
+        self._marks = self._read_marks(self._dicts)
+
+    def is_same(self) -> bool:
+        """Whether nothing has changed. Brings FSDP2 modules into sharded form, as naming does."""
+        if not self._is_known:
+            return False
+        self._reshard()
+        dicts = self._read_dicts()
+        same_dicts = all(map(is_, dicts, self._dicts))
+        return same_dicts and self._read_marks(dicts) == self._marks
+
+    def _reshard(self) -> None:
+        # Unsharded parameters, which an evaluation leaves behind, are other tensors.
+        for module in self._sharded:
+            module.reshard()
+
+    def _read_dicts(self) -> list[Mapping[str, object]]:
+        held = [(m._parameters, m._buffers, m._modules) for m in self._modules]
+        return list(chain.from_iterable(held))
+
+    def _read_marks(self, dicts: list[Mapping[str, object]]) -> tuple[object, ...]:
+        keys = list(chain.from_iterable(dicts))
+        ids = list(map(id, chain.from_iterable(d.values() for d in dicts)))
+        return keys, ids, list(map(len, dicts)), list(map(type, self._modules))
