@@ -1,9 +1,9 @@
 """What the checkpoint bench claims and expected: each limit, each sketch, the judging of samples.
 
 Owns: limits, expectations, the arithmetic from samples to claims. Does not own: measuring, files.
-Sources of the sketches, made before the first measurement: single costs on two cores and this kind
-of disk (memcpy 6.7 GB/s, write and fsync 1.25 GB/s, cold reads 2.2 GB/s, xxh3 12 GB/s, each for
-one process alone), 150 MB a rank for `small`, 342 MB a rank for the larger state.
+Sources of the sketches, made before the first run of a training loop: single costs on two cores and
+this kind of disk (memcpy 6.7 GB/s, write and fsync 1.25 GB/s, cold reads 2.2 GB/s, xxh3 12 GB/s,
+each for one process alone), 150 MB a rank for `small`, 342 MB a rank for the larger state.
 """
 
 import statistics
@@ -107,9 +107,7 @@ def against_peers(
             continue
         blocked = [sample / own_blocked for sample in blocked_ms[name]]
         lost = [sample / own_lost for sample in lost_ms[name]]
-        rows.append(
-            row(name, "blocked / stepfast's", "ratio", blocked, at_least=BLOCKED_RATIO_MIN)
-        )
+        rows.append(row(name, "blocked / stepfast's", "ratio", blocked, at_least=BLOCKED_RATIO_MIN))
         rows.append(row(name, "lost / stepfast's", "ratio", lost, at_least=LOST_RATIO_MIN))
     return rows
 

@@ -1,4 +1,4 @@
-"""The example's job with two differences: blocks of turns without snapshots, and times of each turn.
+"""The example's job with two differences: turns without snapshots, and times of each turn.
 
 `turns` says which. Into BENCH_DIR/turns-RANK, one JSON line for each turn: when it
 began, what held the training thread at its boundary and at its fence.

@@ -1,6 +1,6 @@
 """What a loader's state costs at each boundary, by how many workers it has; a process of its own.
 
-    python bench/loader_cost.py 8          seconds of each turn's capture of the loader alone, as JSON
+python bench/loader_cost.py 8          seconds of each turn's capture of the loader alone, as JSON
 """
 
 import json

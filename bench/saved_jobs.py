@@ -68,7 +68,11 @@ def stepfast_job(cycles: int, words: list[str], directory: Path) -> tuple[Saves,
     command += ["--job-dir", str(directory / "job"), "--checkpoints", str(directory / "store")]
     command += ["--checkpoint-interval-steps", str(CYCLE_TURNS), "--checkpoint-interval-s", "0"]
     command += [str(HERE / "llama_saved_by_stepfast.py"), *words]
-    run([*command, "--steps", str(steps), "--eval-every", NEVER], directory, BENCH_DIR=str(directory))
+    run(
+        [*command, "--steps", str(steps), "--eval-every", NEVER],
+        directory,
+        BENCH_DIR=str(directory),
+    )
     lines = (directory / "job" / "events.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     committed = {
@@ -173,7 +177,7 @@ def peers_job(rounds: int, words: list[str], directory: Path) -> dict[str, Saves
 
 
 def storage_job(
-    samples: int, directory: Path, slots: Path
+    samples: int, directory: Path, slots: Path, *, is_quick: bool
 ) -> tuple[dict[str, list[float]], int, dict[str, float]]:
     """Seconds by what was done, the bytes of each rank, and each system's peak of memory in MB."""
     directory.mkdir()
@@ -188,6 +192,7 @@ def storage_job(
             BENCH_STORE=str(directory / "store"),
             BENCH_SLOTS=str(slots),
             BENCH_SAMPLES=str(samples),
+            BENCH_SIZE="debug" if is_quick else "larger",
             OMP_NUM_THREADS="1",
         )
     finally:

@@ -1,11 +1,9 @@
 """What moving a larger state costs: two ranks of a torchrun job, no training.
 
-    torchrun --nproc-per-node 2 bench/storage.py           with BENCH_DIR, BENCH_STORE, BENCH_SAMPLES
-
-The machine's limits (copies into and out of a tmpfs mapping, write and fsync, reads, hashing) beside
-stepfast's own parts and the others' saves and loads; all ranks at once, each sample the slowest
-one's seconds. Into BENCH_DIR/storage-0, one JSON line a sample, and into BENCH_DIR/windows which
-system was at work when.
+The machine's limits (copies into and out of a tmpfs mapping, write and fsync, reads, hashing)
+stand beside stepfast's own parts and the others' saves and loads; all ranks at once, each sample the slowest
+one's seconds. Into BENCH_DIR/storage-RANK, one JSON line a sample, and into BENCH_DIR/windows-RANK
+which system was at work when.
 """
 
 import json
@@ -37,7 +35,6 @@ from stepfast.checkpoint.tensors.reshard import restore
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.writer import write_slot
 from stepfast.core.terms import SnapshotId
-from stepfast.runtime.disk import SystemDisk
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -64,7 +61,7 @@ class Bench:
         self.rank, self.world_size, self.samples = run.rank, world_size, samples
         self.store = store
         args = SimpleNamespace(lr=1e-3, steps=1000)
-        size = train_llama.SIZES["debug"] if samples == 1 else LARGER
+        size = train_llama.SIZES["debug"] if os.environ["BENCH_SIZE"] == "debug" else LARGER
         self.model = train_llama.build_model(run, size, 0)
         self.optimizer, _ = train_llama.build_optimizer(self.model, args)
         for weight in self.model.parameters():
@@ -76,7 +73,8 @@ class Bench:
         self._windows = (directory / f"windows-{self.rank}").open("w")
 
     def timed(self, what: str, work: Callable[[], object]) -> float:
-        """The slowest rank's seconds, all having begun together. Recorded if `what` is not empty."""
+        """The slowest rank's seconds, all having begun together. Recorded if `what`
+        is not empty."""
         dist.barrier()
         began = time.perf_counter()
         work()
@@ -136,9 +134,7 @@ class Stepfast:
 
     def __init__(self, bench: Bench, slots: Path) -> None:
         self.bench = bench
-        self.tree = StateTree(
-            {"model": bench.model, "optimizer": bench.optimizer}, rank=bench.rank
-        )
+        self.tree = StateTree({"model": bench.model, "optimizer": bench.optimizer}, rank=bench.rank)
         self.capture = Capture(Arena(slots / f"rank-{bench.rank}", SLOTS), self.tree)
         for step in range(SLOTS):  # lay out all slots
             self.captured = self.capture.take(SnapshotId(1, step))
@@ -170,9 +166,7 @@ class Stepfast:
         for kind in ("cold", "cached"):  # the first read fills the cache
             if kind == "cold":
                 drop_cache(self.bench.store)
-            self.bench.timed(
-                f"limit: read, {kind}", lambda: read_bare(path, data)
-            )
+            self.bench.timed(f"limit: read, {kind}", lambda: read_bare(path, data))
 
     def save_and_restore(self, number: int) -> None:
         bench = self.bench
