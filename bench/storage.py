@@ -1,9 +1,9 @@
 """What moving a larger state costs: two ranks of a torchrun job, no training.
 
 The machine's limits (copies into and out of a tmpfs mapping, write and fsync, reads, hashing)
-stand beside stepfast's own parts and the others' saves and loads; all ranks at once, each sample the slowest
-one's seconds. Into BENCH_DIR/storage-RANK, one JSON line a sample, and into BENCH_DIR/windows-RANK
-which system was at work when.
+stand beside stepfast's own parts and the others' saves and loads; all ranks at once, each sample
+the slowest one's seconds. Into BENCH_DIR/storage-RANK, one JSON line a sample, and into
+BENCH_DIR/windows-RANK which system was at work when.
 """
 
 import json
