@@ -14,7 +14,7 @@ TESTS   := $(wildcard $(TIERS:%=tests/%))
 PYTEST  := $(BIN)/pytest $(TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format types contracts check bench clean
+.PHONY: help setup demo test test-long lint format types contracts check bench bench-checkpoint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ check: lint types contracts ## lint, types and contracts
 bench: $(STAMP) ## recovery times, beside torchrun's; what snapshots cost the loop
 	$(BIN)/python bench/recovery.py
 	$(BIN)/python bench/staging.py
+
+bench-checkpoint: $(STAMP) ## what checkpoints cost the loop, beside torch's own ways; the bytes against the machine's limits
+	$(BIN)/python bench/checkpoint.py
 
 clean: ## remove caches and builds; .venv and job directories stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
