@@ -30,7 +30,7 @@ TIERS = {
     "golden": Tier(test_limit_s=20, budget_s=10),
     "sim": Tier(test_limit_s=120, budget_s=120, not_yet="the simulator brings it"),
     "process": Tier(test_limit_s=120, budget_s=300),
-    "cluster": Tier(test_limit_s=240, budget_s=900),
+    "cluster": Tier(test_limit_s=240, budget_s=1200),
     "gpu": Tier(test_limit_s=300, budget_s=600, in_ci=False, not_yet="the GPU path brings it"),
     "chaos": Tier(test_limit_s=600, budget_s=3600, in_ci=False, not_yet="the campaigns bring it"),
 }

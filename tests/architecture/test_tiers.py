@@ -20,7 +20,7 @@ CI_TIERS = [name for name, tier in TIERS.items() if tier.in_ci]
 def test_every_tier_has_its_marker():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     markers = [m.split(":")[0] for m in settings["tool"]["pytest"]["ini_options"]["markers"]]
-    assert markers == [*TIERS, "long"]
+    assert markers == [*TIERS, "long", "sweeps"]
 
 
 def test_make_runs_the_tiers_of_ci():
