@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from stepfast.checkpoint.arena import SLOTS_WITH_OVERLAP, Arena, Slot, sealed_slots
 from stepfast.checkpoint.capture import Capture, Captured
 from stepfast.checkpoint.restore import open_sealed
-from stepfast.checkpoint.tensors.copier import StreamCopier, ThreadCopier, ThreadCopying, pieces
+from stepfast.checkpoint.tensors.copier import (
+    StreamCopier,
+    ThreadCopier,
+    ThreadCopying,
+    copy_all,
+    pieces,
+)
 from stepfast.checkpoint.tensors.local import over
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.core.terms import Generation, SnapshotId, Step
@@ -517,6 +523,22 @@ def test_pieces_are_small_and_copy_everything() -> None:
     for call in calls:
         call()
     assert all(torch.equal(t, s) for t, s in zip(targets, sources, strict=True))
+
+
+def test_copying_in_the_calling_thread_takes_any_tensor_and_is_seen_by_autograd() -> None:
+    large = torch.randn(700, 800)
+    sources = [large, large.clone(), large.t(), large, torch.randn(3), large.double()]
+    kept = torch.nn.Parameter(torch.zeros(700, 800))
+    with torch.inference_mode():
+        unversioned = torch.zeros(700, 800)
+    targets = [kept, torch.zeros(800, 700).t(), torch.zeros(800, 700), unversioned]
+    targets += [torch.zeros(3), torch.zeros(700, 800)]
+    loss = (kept * kept).sum()
+    with torch.no_grad():
+        copy_all(targets, sources)
+    assert all(torch.equal(t, s.to(t.dtype)) for t, s in zip(targets, sources, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 class Cuda:

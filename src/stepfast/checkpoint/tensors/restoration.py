@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.layout import Entry, Layout, TensorSpec
 from stepfast.checkpoint.plain import Ref
+from stepfast.checkpoint.tensors.copier import copy_all
 from stepfast.checkpoint.tensors.flat import drop_gradients, join_state
 from stepfast.checkpoint.tensors.local import (
     Inspector,
@@ -281,7 +282,7 @@ class Restoration:
     def _copy_planned(self) -> None:
         """All at once: a call for each tensor would cost as much as a small tensor's bytes."""
         if self._targets:
-            torch._foreach_copy_(self._targets, self._sources)
+            copy_all(self._targets, self._sources)
             self._targets, self._sources = [], []
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.arena import Slot
 from stepfast.checkpoint.layout import Layout, TensorSpec, private_name
-from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopier
+from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopier, copy_all
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
     Objects,
@@ -110,7 +110,7 @@ class StateTree:
     @torch.no_grad()
     def copy_into(self, slot: Slot, state: Collected) -> None:
         """Copy `state` into an unsealed slot of its layout."""
-        torch._foreach_copy_(self._targets(slot, state), state.tensors)
+        copy_all(self._targets(slot, state), state.tensors)
         slot.write_plain(state.plain)
 
     @torch.no_grad()
