@@ -74,6 +74,7 @@ class Announcement:
     """A step that is made durable because time went by; no rank had reached it when it was told."""
 
     step: Step = Step(-1)
+    generation: Generation = Generation(0)
     at: float = 0.0
     margin_steps: int = 2  # doubled where ranks were faster than the word
 

@@ -150,7 +150,10 @@ def _announce_if_due(turn: Turn) -> None:
     if not state.settings.checkpoints.url or not interval_s or state.phase is not Phase.RUNNING:
         return
     announced = state.durable.announced
-    if turn.now - (announced.at or state.opened_at) >= interval_s:
+    is_due = turn.now - (announced.at or state.opened_at) >= interval_s
+    # The generation that was told is over, and nobody makes that step durable any more.
+    is_void = announced.step >= 0 and announced.generation != state.generation
+    if is_due or (is_void and not state.durable.holds(announced.step, state.lineage)):
         _announce(turn, announced.margin_steps)
 
 
@@ -163,7 +166,9 @@ def _announce(turn: Turn, margin_steps: int) -> None:
     ahead = max(margin_steps, math.ceil(per_second * _ANNOUNCED_AHEAD_S) + 2)
     interval = state.settings.snapshot_interval_steps
     step = Step(-(-(reached + ahead) // interval) * interval)
-    told = Announcement(step=step, at=turn.now, margin_steps=margin_steps)
+    told = Announcement(
+        step=step, generation=state.generation, at=turn.now, margin_steps=margin_steps
+    )
     turn.update(durable=replace(state.durable, announced=told))
     for node in state.membership.connected_nodes:
         turn.send(node, CheckpointAt(generation=state.generation, step=step))

@@ -215,6 +215,19 @@ def test_a_missed_announcement_is_made_again_further_ahead():
     assert not rig.now_of(CheckpointAt), "the other node's word about the old one"
 
 
+def test_an_announcement_that_a_fault_made_void_is_made_again_at_once():
+    rig = job(BY_TIME)
+    rig.tick(61.0)
+    assert rig.now_of(CheckpointAt)
+    rig.fault(FaultKind.EXCEPTION)
+    rig.leave(0, 1, 2, 3)
+    rig.enter()
+    rig.tick(0.1)
+    assert {o.generation for o in rig.now_of(CheckpointAt)} == {2}
+    rig.tick(1.0)
+    assert not rig.now_of(CheckpointAt), "once"
+
+
 # --- the job: the last step ----------------------------------------------------------------------
 
 
