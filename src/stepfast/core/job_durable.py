@@ -27,7 +27,7 @@ from stepfast.core.messages import (
 )
 from stepfast.core.placement import ranks_of
 from stepfast.core.recovery import choose_step
-from stepfast.core.terms import SnapshotId, Step
+from stepfast.core.terms import NodeId, SnapshotId, Step
 from stepfast.errors import EXIT_TRY_AGAIN
 from stepfast.events import CheckpointCommitted, CheckpointLost, CheckpointRejected, Note
 
@@ -127,6 +127,13 @@ def commit_if_whole(turn: Turn) -> None:
     )
     shards = tuple(s for _, s in sorted(durable.shards[checkpoint].items()))
     turn.send(node, CommitCheckpoint(checkpoint=checkpoint, shards=shards))
+
+
+def node_is_back(turn: Turn, node: NodeId) -> None:
+    """It may never have heard of the commit that it was asked for: it is asked again."""
+    commit = turn.state.durable.commit
+    if commit is not None and commit.node == node:
+        turn.update(durable=replace(turn.state.durable, commit=None))
 
 
 def tick(turn: Turn) -> None:

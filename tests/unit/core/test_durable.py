@@ -34,11 +34,14 @@ from stepfast.core.messages import (
     StartGeneration,
     StoreRefused,
 )
+from stepfast.core.node import COORDINATOR_RETURN_LIMIT_S
 from stepfast.core.node_state import (
     CheckpointsListed,
     CommitEnded,
     CoordinatorConnected,
+    CoordinatorLost,
     FromJob,
+    NodeStopRequested,
     RankEnded,
     RankForked,
     SlotNotWritten,
@@ -141,6 +144,18 @@ def test_a_commit_whose_node_goes_away_is_another_nodes():
         if isinstance(o, SendToNode) and isinstance(o.message, CommitCheckpoint)
     ]
     assert second.node != first.node
+
+
+def test_a_commit_is_asked_for_again_where_its_node_was_away_between_two_looks():
+    rig = job()
+    for number in range(4):
+        written(rig, number, at(1, 8))
+    (first,) = [o for o in rig.outputs if isinstance(o, SendToNode)]
+    rig.lose(first.node)
+    rig.hello(first.node)
+    rig.tick(0.1)
+    orders = [o for o in rig.outputs if isinstance(o, SendToNode)]
+    assert any(isinstance(o.message, CommitCheckpoint) for o in orders)
 
 
 def test_a_commit_that_takes_for_ever_is_given_up():
@@ -614,6 +629,41 @@ def test_a_job_that_fails_drains_too_and_one_that_never_began_does_not():
     early.hello(0)
     stopped(early)
     assert not any(f.drain for f in early.all_of(FinishJob))
+
+
+DRAIN = FromJob(FinishJob(finished=False, exit_code=1, reason="over", drain=True))
+DRAINED = FromJob(FinishJob(finished=False, exit_code=1, reason="over"))
+FINISHED = FromJob(FinishJob(finished=True, exit_code=0, reason="finished"))
+STOP = NodeStopRequested("SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keeps"),
+    [
+        ((DRAIN, STOP), True),
+        ((STOP, DRAIN), True),
+        ((DRAIN, DRAINED), False),
+        ((DRAIN, DRAINED, STOP), False),
+        ((STOP, DRAINED), False),
+        ((FINISHED, STOP), False),
+        ((FINISHED,), False),
+    ],
+)
+def test_slots_stay_where_a_node_leaves_before_it_heard_that_they_are_durable(inputs, keeps):
+    rig = node_rig()
+    for given in inputs:
+        rig.feed(given)
+    assert rig.state.finish is not None
+    assert rig.state.finish.keep_memory is keeps
+
+
+def test_slots_stay_where_the_coordinator_goes_away_while_they_are_written():
+    rig = node_rig()
+    rig.feed(DRAIN)
+    rig.feed(CoordinatorLost())
+    rig.tick(COORDINATOR_RETURN_LIMIT_S + 1.0)
+    assert rig.state.finish is not None
+    assert rig.state.finish.keep_memory
 
 
 def test_a_draining_node_ends_its_ranks_and_stays():
