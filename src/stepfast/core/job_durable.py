@@ -246,7 +246,10 @@ def _drain_slots(turn: Turn) -> None:
     stored = state.durable.newest(state.lineage)
     is_new = plan is not None and plan.step > (0 if stored is None else stored.step)
     if plan is None or not is_new:
-        turn.end_drain(turn.now + state.timeouts.stop_grace_s * 2, keep_memory=False)
+        # An earlier run left what lies there, and this one ended before it looked or could use it.
+        is_earlier = plan is None and state.start is None
+        grace_s = state.timeouts.stop_grace_s
+        turn.end_drain(turn.now + grace_s * 2, keep_memory=is_earlier)
         return
     assert state.end is not None, "draining without an end"
     checkpoint = max(plan.sources.values())  # they are one: a step is sealed by all or by none

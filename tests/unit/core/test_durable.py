@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -629,6 +630,29 @@ def test_a_job_that_fails_drains_too_and_one_that_never_began_does_not():
     early.hello(0)
     stopped(early)
     assert not any(f.drain for f in early.all_of(FinishJob))
+
+
+def test_what_an_earlier_run_left_stays_where_this_one_ended_before_it_could_use_it():
+    for steps in ((4, 5), (4, 6)):  # not looked at yet; not common
+        rig = JobRig(checkpoints=BY_STEPS)
+        lineage = Lineage().opened(Generation(3), Step(0))
+        rig.state = replace(rig.state, generation=Generation(3), lineage=lineage, steps_max=Step(5))
+        for node in range(2):
+            rig.hello(node)
+        if steps == (4, 6):
+            rig.set_rank(0, snapshots=held((3, 4)))
+            rig.set_rank(1, snapshots=held((3, 6)))
+            rig.all_report()
+        else:
+            rig.from_node(0, StoreRefused(node=NodeId(0), reason="no such place"))
+        for number in rig.reports:
+            rig.set_rank(number, pid=0, snapshots=())
+        rig.all_report()
+        assert rig.all_of(JobEnded)
+        assert not rig.all_of(PersistSlots)
+        orders = [o for o in rig.all_of(FinishJob) if not o.drain]
+        assert orders
+        assert all(o.keep_memory for o in orders)
 
 
 DRAIN = FromJob(FinishJob(finished=False, exit_code=1, reason="over", drain=True))
