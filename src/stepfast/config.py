@@ -222,9 +222,10 @@ def _check_whole(config: JobConfig) -> None:
         raise ConfigError(f"checkpoint_bytes_per_s must be above 0, not {rate:g}; or leave it out")
     every, between = config.checkpoint_interval_steps, config.snapshot_interval_steps
     if every % between:
+        nearest = every - every % between or between
         raise ConfigError(
             f"checkpoint_interval_steps {every} is no multiple of snapshot_interval_steps"
-            f" {between}: only a snapshot can be made durable; choose {every - every % between or between}"
+            f" {between}: only a snapshot can be made durable; choose {nearest}"
         )
 
 
