@@ -217,6 +217,16 @@ def _check_whole(config: JobConfig) -> None:
         raise ConfigError(f"{config.world_size} ranks are more than the {_RANKS_MAX} supported")
     split_address(config.listen)
     metadata_of(config)
+    rate = config.checkpoint_bytes_per_s
+    if rate is not None and not rate > 0:
+        raise ConfigError(f"checkpoint_bytes_per_s must be above 0, not {rate:g}; or leave it out")
+    every, between = config.checkpoint_interval_steps, config.snapshot_interval_steps
+    if every % between:
+        nearest = every - every % between or between
+        raise ConfigError(
+            f"checkpoint_interval_steps {every} is no multiple of snapshot_interval_steps"
+            f" {between}: only a snapshot can be made durable; choose {nearest}"
+        )
 
 
 def metadata_of(config: JobConfig) -> dict[str, str]:

@@ -160,8 +160,9 @@ class Process:
     def _hear(self, message: Any) -> None:
         if self.is_numb:
             return
-        if isinstance(message, RankCheckpointAt | RankUnpin):
+        if isinstance(message, RankStart | RankCheckpointAt | RankUnpin):
             self.pins.hear(message)
+        if isinstance(message, RankCheckpointAt | RankUnpin):
             return
         if not isinstance(message, RankProbe):
             self.feed(Ordered(message))
@@ -250,7 +251,6 @@ class Process:
 
     def _form(self, order: RankStart) -> None:
         self.order, self.turns = order, 0
-        self.pins.begin(order.settings.checkpoints, order.pinned)
         self.step = order.step or Step(0)
         self.world.watcher.entered(self, order)
         groups = self.world.groups

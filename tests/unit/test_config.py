@@ -45,6 +45,9 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path):
         ("nodes = [", {}, {}, "not valid TOML"),
         ("listen = '7070'", {}, {}, "HOST:PORT"),
         ("", {}, {"nodes": 100, "nproc_per_node": 100}, "10000 ranks"),
+        ("", {}, {"checkpoint_bytes_per_s": 0.0}, "above 0"),
+        ("snapshot_interval_steps = 3", {}, {"checkpoint_interval_steps": 4}, "choose 3"),
+        ("snapshot_interval_steps = 3", {}, {"checkpoint_interval_steps": 2}, "choose 3"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path, text, environment, flags, words):

@@ -35,6 +35,7 @@ from stepfast.core.outputs import CommitShards, WriteSlot
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import StateError, StepfastError
 
+_BROKEN = "an error of stepfast itself; the agent's output has its traceback"
 Feed = Callable[[NodeInput], None]
 
 
@@ -52,21 +53,28 @@ class DurableWork:
 
     def list_checkpoints(self) -> None:
         """What the store holds."""
-        self._begin("list", self._list)
+        self._begin("list", self._list, StoreUnusable(f"the checkpoint store: {_BROKEN}"))
 
     def write(self, order: WriteSlot) -> None:
         """A slot into the store."""
-        self._begin(f"write-{order.rank}", lambda: self._write(order))
+        broken = SlotNotWritten(order.rank, order.checkpoint, _BROKEN)
+        self._begin(f"write-{order.rank}", lambda: self._write(order), broken)
 
     def commit(self, order: CommitShards) -> None:
         """The manifest, and the end of what need not be kept."""
-        self._begin("commit", lambda: self._commit(order))
+        broken = self._ended(order, time.monotonic(), reason=_BROKEN)
+        self._begin("commit", lambda: self._commit(order), broken)
 
-    def _begin(self, name: str, work: Callable[[], NodeInput]) -> None:
+    def _begin(self, name: str, work: Callable[[], NodeInput], broken: NodeInput) -> None:
+        """`broken`: what is said where the thread dies of what nobody expected."""
+
         def run() -> None:
-            given = work()
-            if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._feed, given)
+            given = broken
+            try:
+                given = work()
+            finally:
+                if not self._loop.is_closed():
+                    self._loop.call_soon_threadsafe(self._feed, given)
 
         threading.Thread(target=run, name=f"stepfast-{name}", daemon=True).start()
 
@@ -110,8 +118,6 @@ class DurableWork:
 
     def _commit(self, order: CommitShards) -> NodeInput:
         began = time.monotonic()
-        name = checkpoint_name(order.checkpoint.step, order.checkpoint.generation)
-        size_bytes = sum(shard.size_bytes for shard in order.shards)
         removed: frozenset[SnapshotId] = frozenset()
         reason = None
         try:
@@ -119,10 +125,20 @@ class DurableWork:
             removed = self._remove_old(order)
         except (OSError, StepfastError) as error:
             reason = str(error)
+        return self._ended(order, began, reason=reason, removed=removed)
+
+    def _ended(
+        self,
+        order: CommitShards,
+        began: float,
+        *,
+        reason: str | None,
+        removed: frozenset[SnapshotId] = frozenset(),
+    ) -> CommitEnded:
         return CommitEnded(
             checkpoint=order.checkpoint,
-            name=name,
-            size_bytes=size_bytes,
+            name=checkpoint_name(order.checkpoint.step, order.checkpoint.generation),
+            size_bytes=sum(shard.size_bytes for shard in order.shards),
             seconds=time.monotonic() - began,
             removed=removed,
             reason=reason,

@@ -20,9 +20,10 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from stepfast.agent.daemon import KEPT_MARK
-from stepfast.cli.serve import listen, new_job_dir
+from stepfast.cli.serve import SUMMARY_FILE, listen, new_job_dir, slots_of
 from stepfast.config import JobConfig
 from stepfast.core.durable import DRAIN_LIMIT_S
+from stepfast.core.terms import JobId
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.runtime.descendants import ProcessTable, try_signal
@@ -137,6 +138,11 @@ class _Cluster:
         if code >= 0:
             return code
         return _EXIT_AFTER_SIGNAL + self._signal if self._stops else EXIT_TRY_AGAIN
+
+    @property
+    def coordinator_was_killed(self) -> bool:
+        """Whether it could not say how the job ended."""
+        return (self._coordinator.process.poll() or 0) < 0
 
     def stop(self, number: int) -> None:
         """A signal: in order; a second one: now."""
@@ -288,10 +294,18 @@ def _remove_slots(config: JobConfig, job_dir: Path) -> None:
     """
     id_file = job_dir / "job-id"
     if id_file.exists():
-        job_id = id_file.read_text().strip()
-        slots = Path(config.memory_dir) / f"stepfast-{os.getuid()}-{job_id}"
+        slots = slots_of(config, JobId(id_file.read_text().strip()))
         if not (slots / KEPT_MARK).exists():
             shutil.rmtree(slots, ignore_errors=True)
+
+
+def _record_of(job_dir: Path) -> tuple[int, int] | None:
+    """Which summary lies there; a coordinator that concludes writes a new one."""
+    try:
+        status = (job_dir / SUMMARY_FILE).stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def _check_memory_dir(path: Path) -> None:
@@ -331,6 +345,12 @@ def _run(
     cluster = _Cluster(config, script, script_args, check_of)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda given, frame: cluster.stop(given))
+    job_dir = Path(config.job_dir)
+    before = _record_of(job_dir)
     code = cluster.run()
-    _remove_slots(config, Path(config.job_dir))
+    # Without a new record nobody knows whether the memory is needed: the coordinator was killed, or
+    # refused to begin, perhaps because the directory is that of a job that runs.
+    holds_nothing = config.checkpoints == "none" and cluster.coordinator_was_killed
+    if holds_nothing or _record_of(job_dir) != before:
+        _remove_slots(config, job_dir)
     return code

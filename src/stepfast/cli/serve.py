@@ -7,6 +7,7 @@ Owns: what a process does around its shell. Does not own: the shells (`coordinat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import stepfast
-from stepfast.agent.daemon import Agent, Script
+from stepfast.agent.daemon import KEPT_MARK, Agent, Script
 from stepfast.cli.check import Outlook, check_settings, look_ahead, obstacles, table
 from stepfast.config import JobConfig, metadata_of, split_address
 from stepfast.coordinator.journal import (
@@ -33,7 +34,7 @@ from stepfast.core.durable import CheckpointSettings
 from stepfast.core.job_state import JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
 from stepfast.core.policy import Budget
-from stepfast.core.terms import NodeId
+from stepfast.core.terms import NO_GENERATION, JobId, NodeId
 from stepfast.core.timeouts import timeouts_of
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError
 from stepfast.events import JobEnded, JobOpened
@@ -117,6 +118,8 @@ def serve_coordinator(
     )
     state = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
     code = _conclude(state.end, journal, voice, config)
+    if state.end is not None and state.end.keep_memory:
+        _keep_memory(slots_of(config, journal.job_id))
     if outlook is not None and code == EXIT_FINISHED:
         code = _conclude_check(outlook, state, voice)
     elif outlook is None:
@@ -147,6 +150,18 @@ async def _serve_job(
         loop.add_signal_handler(number, server.stop, name, _EXIT_AFTER_SIGNAL + number)
     await server.run(listener, opened)
     return server.state
+
+
+def slots_of(config: JobConfig, job_id: JobId) -> Path:
+    """Where the slots of a job's nodes lie on this machine."""
+    return Path(config.memory_dir) / f"stepfast-{os.getuid()}-{job_id}"
+
+
+def _keep_memory(slots: Path) -> None:
+    """For a node of this machine whose agent cannot say it any more."""
+    with contextlib.suppress(OSError):
+        if slots.is_dir():
+            (slots / KEPT_MARK).touch(mode=0o600)
 
 
 def _conclude(end: JobEnd | None, journal: Journal, voice: _Voice, config: JobConfig) -> int:
@@ -230,6 +245,7 @@ def _first_state(
     )
     timeouts = timeouts_of(settings)
     history = journal.history
+    may_hold = bool(settings.checkpoints.url) and history.generation != NO_GENERATION
     end = history.end if is_restarted else None
     return JobState(
         settings=settings,
@@ -242,7 +258,7 @@ def _first_state(
         steps_max=history.steps_max,
         logged_max=history.logged_max,
         phase=Phase.FORMING if end is None else Phase.ENDING,
-        end=None if end is None else _end_again(end, now),
+        end=None if end is None else _end_again(end, now, may_hold=may_hold),
         came_back=is_restarted,
     )
 
@@ -263,13 +279,17 @@ def _checkpoint_settings(config: JobConfig, job_dir: Path) -> CheckpointSettings
     )
 
 
-def _end_again(end: JobEnded, now: float) -> JobEnd:
-    """The end that was decided before; nodes that have not heard of it will be told."""
+def _end_again(end: JobEnded, now: float, *, may_hold: bool) -> JobEnd:
+    """The end that was decided before; nodes that have not heard of it will be told.
+
+    `may_hold`: slots may hold what was not made durable, and who knew is gone.
+    """
     return JobEnd(
         status=end.status,
         exit_code=end.exit_code,
         reason=end.reason,
         deadline=now + AFTER_FINISH_LIMIT_S,
+        keep_memory=may_hold and end.status != "finished",
     )
 
 

@@ -163,6 +163,7 @@ def _admit(turn: Turn, node: NodeId, *, host: str, pid: int) -> None:
     if state.end is not None:
         turn.send(node, turn.finish_message())
         return
+    job_durable.node_is_back(turn, node)
     known = state.membership.ranks
     ranks = {r: known[r].incarnation if r in known else 0 for r in local}
     turn.send(node, Welcome(settings=state.settings, ranks=ranks))

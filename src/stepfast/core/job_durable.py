@@ -27,7 +27,7 @@ from stepfast.core.messages import (
 )
 from stepfast.core.placement import ranks_of
 from stepfast.core.recovery import choose_step
-from stepfast.core.terms import SnapshotId, Step
+from stepfast.core.terms import NodeId, SnapshotId, Step
 from stepfast.errors import EXIT_TRY_AGAIN
 from stepfast.events import CheckpointCommitted, CheckpointLost, CheckpointRejected, Note
 
@@ -127,6 +127,13 @@ def commit_if_whole(turn: Turn) -> None:
     )
     shards = tuple(s for _, s in sorted(durable.shards[checkpoint].items()))
     turn.send(node, CommitCheckpoint(checkpoint=checkpoint, shards=shards))
+
+
+def node_is_back(turn: Turn, node: NodeId) -> None:
+    """It may never have heard of the commit that it was asked for: it is asked again."""
+    commit = turn.state.durable.commit
+    if commit is not None and commit.node == node:
+        turn.update(durable=replace(turn.state.durable, commit=None))
 
 
 def tick(turn: Turn) -> None:
@@ -244,7 +251,10 @@ def _drain_slots(turn: Turn) -> None:
     stored = state.durable.newest(state.lineage)
     is_new = plan is not None and plan.step > (0 if stored is None else stored.step)
     if plan is None or not is_new:
-        turn.end_drain(turn.now + state.timeouts.stop_grace_s * 2, keep_memory=False)
+        # An earlier run left what lies there, and this one ended before it looked or could use it.
+        is_earlier = plan is None and state.start is None
+        grace_s = state.timeouts.stop_grace_s
+        turn.end_drain(turn.now + grace_s * 2, keep_memory=is_earlier)
         return
     assert state.end is not None, "draining without an end"
     checkpoint = max(plan.sources.values())  # they are one: a step is sealed by all or by none

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from stepfast.core import node_durable, node_ranks, node_watch
 from stepfast.core.faults import (
     Fault,
@@ -108,7 +110,7 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
             turn.note(topic, text)
         case NodeStopRequested(reason):
             turn.note("stop", reason)
-            _finish(turn, FinishJob(finished=False, exit_code=EXIT_TRY_AGAIN, reason=reason))
+            _finish(turn, _leave(turn, reason))
         case NodeTick(stopped):
             _tick(turn, stopped)
     turn.tell_report_if_changed()
@@ -297,6 +299,13 @@ def _want_store(turn: NodeTurn) -> None:
         turn.emit(OpenStore())
 
 
+def _leave(turn: NodeTurn, reason: str) -> FinishJob:
+    """A node that leaves by itself keeps its slots, unless the job said they are not needed."""
+    told = turn.state.finish
+    keeps = told is None or told.drain or told.keep_memory
+    return FinishJob(finished=False, exit_code=EXIT_TRY_AGAIN, reason=reason, keep_memory=keeps)
+
+
 def _finish(turn: NodeTurn, order: FinishJob) -> None:
     """The job is over here. A later order may only be harder (`finished` turned to "end now")."""
     before = turn.state.finish
@@ -304,6 +313,8 @@ def _finish(turn: NodeTurn, order: FinishJob) -> None:
         turn.update(finish=order)  # the ranks have been told; nothing is waited for any more
         return
     if before is not None and (order.finished or not before.finished):
+        if not order.drain:  # else what it waits for will not be: this node has left already
+            turn.update(finish=msgspec.structs.replace(before, keep_memory=order.keep_memory))
         return
     after_s = AFTER_FINISH_LIMIT_S
     if not order.finished:
@@ -324,7 +335,7 @@ def _tick(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
     state = turn.state
     if state.lost_at is not None and turn.now - state.lost_at > COORDINATOR_RETURN_LIMIT_S:
         reason = f"no coordinator for {COORDINATOR_RETURN_LIMIT_S:g} s"
-        _finish(turn, FinishJob(finished=False, exit_code=EXIT_TRY_AGAIN, reason=reason))
+        _finish(turn, _leave(turn, reason))
     if state.settings is None:
         return
     if state.unsent or turn.now - state.beat_at >= turn.timeouts.heartbeat_interval_s:

@@ -65,7 +65,7 @@ class Monitor:
         *,
         interrupt_grace_s: float,
         answer_probe: Callable[[int], ProbeAnswer],
-        hear_pin: Callable[[RankCheckpointAt | RankUnpin], None],
+        hear_pin: Callable[[RankStart | RankCheckpointAt | RankUnpin], None],
     ) -> None:
         """Make the machine; nothing runs before `start`."""
         self._link = link
@@ -213,6 +213,8 @@ class Monitor:
             elif isinstance(message, RankCheckpointAt | RankUnpin):
                 self._hear_pin(message)
             else:
+                if isinstance(message, RankStart):
+                    self._hear_pin(message)  # here, in the order of what lets the pins go
                 with self._lock:
                     self._driver.feed(rank_machine.Ordered(message))
 

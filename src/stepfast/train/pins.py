@@ -2,8 +2,10 @@
 
 Owns: the two small sets that the monitor thread and the main thread share. Does not own: cadence
 (`core.durable`), slots (`checkpoint.arena`).
-Invariant: a slot is pinned before it is sealed; at most one is pinned at a time, for one slot more
-than snapshots need is there for it. Who seals it tells the agent, which lets it go.
+Invariants: a slot is pinned before it is sealed; at most one is pinned at a time, for one slot more
+than snapshots need is there for it. Who seals it tells the agent, which lets it go. Orders count in
+the order in which they were sent: a start may be followed at once by the end of a write that it
+names, long before the main thread wakes.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import threading
 from collections.abc import Iterable
 
 from stepfast.core.durable import CheckpointSettings
-from stepfast.core.messages import RankCheckpointAt, RankUnpin
+from stepfast.core.messages import RankCheckpointAt, RankStart, RankUnpin
 from stepfast.core.terms import SnapshotId, Step
 
 _ANNOUNCED_MAX = 8  # steps that were announced and not reached yet; the newest count
@@ -37,8 +39,11 @@ class Pins:
             self._pinned = set(pinned)
             self._unsealed = None
 
-    def hear(self, message: RankCheckpointAt | RankUnpin) -> None:
+    def hear(self, message: RankStart | RankCheckpointAt | RankUnpin) -> None:
         """An order of the agent."""
+        if isinstance(message, RankStart):
+            self.begin(message.settings.checkpoints, message.pinned)
+            return
         with self._lock:
             if isinstance(message, RankUnpin):
                 self._pinned.discard(message.snapshot)

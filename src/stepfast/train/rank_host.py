@@ -97,7 +97,6 @@ class RankHost:
     def enter(self, order: RankStart) -> None:
         """A stay begins; what was built is kept where all ranks agree to it."""
         self._order = order
-        self._pins.begin(order.settings.checkpoints, order.pinned)
         self.account = Account(began=time.monotonic())
         if not order.keep:
             self.forget_built()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,11 +35,14 @@ from stepfast.core.messages import (
     StartGeneration,
     StoreRefused,
 )
+from stepfast.core.node import COORDINATOR_RETURN_LIMIT_S
 from stepfast.core.node_state import (
     CheckpointsListed,
     CommitEnded,
     CoordinatorConnected,
+    CoordinatorLost,
     FromJob,
+    NodeStopRequested,
     RankEnded,
     RankForked,
     SlotNotWritten,
@@ -141,6 +145,18 @@ def test_a_commit_whose_node_goes_away_is_another_nodes():
         if isinstance(o, SendToNode) and isinstance(o.message, CommitCheckpoint)
     ]
     assert second.node != first.node
+
+
+def test_a_commit_is_asked_for_again_where_its_node_was_away_between_two_looks():
+    rig = job()
+    for number in range(4):
+        written(rig, number, at(1, 8))
+    (first,) = [o for o in rig.outputs if isinstance(o, SendToNode)]
+    rig.lose(first.node)
+    rig.hello(first.node)
+    rig.tick(0.1)
+    orders = [o for o in rig.outputs if isinstance(o, SendToNode)]
+    assert any(isinstance(o.message, CommitCheckpoint) for o in orders)
 
 
 def test_a_commit_that_takes_for_ever_is_given_up():
@@ -627,6 +643,64 @@ def test_a_job_that_fails_drains_too_and_one_that_never_began_does_not():
     early.hello(0)
     stopped(early)
     assert not any(f.drain for f in early.all_of(FinishJob))
+
+
+def test_what_an_earlier_run_left_stays_where_this_one_ended_before_it_could_use_it():
+    for steps in ((4, 5), (4, 6)):  # not looked at yet; not common
+        rig = JobRig(checkpoints=BY_STEPS)
+        lineage = Lineage().opened(Generation(3), Step(0))
+        rig.state = replace(rig.state, generation=Generation(3), lineage=lineage, steps_max=Step(5))
+        for node in range(2):
+            rig.hello(node)
+        if steps == (4, 6):
+            rig.set_rank(0, snapshots=held((3, 4)))
+            rig.set_rank(1, snapshots=held((3, 6)))
+            rig.all_report()
+        else:
+            rig.from_node(0, StoreRefused(node=NodeId(0), reason="no such place"))
+        for number in rig.reports:
+            rig.set_rank(number, pid=0, snapshots=())
+        rig.all_report()
+        assert rig.all_of(JobEnded)
+        assert not rig.all_of(PersistSlots)
+        orders = [o for o in rig.all_of(FinishJob) if not o.drain]
+        assert orders
+        assert all(o.keep_memory for o in orders)
+
+
+DRAIN = FromJob(FinishJob(finished=False, exit_code=1, reason="over", drain=True))
+DRAINED = FromJob(FinishJob(finished=False, exit_code=1, reason="over"))
+FINISHED = FromJob(FinishJob(finished=True, exit_code=0, reason="finished"))
+STOP = NodeStopRequested("SIGTERM")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "keeps"),
+    [
+        ((DRAIN, STOP), True),
+        ((STOP, DRAIN), True),
+        ((DRAIN, DRAINED), False),
+        ((DRAIN, DRAINED, STOP), False),
+        ((STOP, DRAINED), False),
+        ((FINISHED, STOP), False),
+        ((FINISHED,), False),
+    ],
+)
+def test_slots_stay_where_a_node_leaves_before_it_heard_that_they_are_durable(inputs, keeps):
+    rig = node_rig()
+    for given in inputs:
+        rig.feed(given)
+    assert rig.state.finish is not None
+    assert rig.state.finish.keep_memory is keeps
+
+
+def test_slots_stay_where_the_coordinator_goes_away_while_they_are_written():
+    rig = node_rig()
+    rig.feed(DRAIN)
+    rig.feed(CoordinatorLost())
+    rig.tick(COORDINATOR_RETURN_LIMIT_S + 1.0)
+    assert rig.state.finish is not None
+    assert rig.state.finish.keep_memory
 
 
 def test_a_draining_node_ends_its_ranks_and_stays():
