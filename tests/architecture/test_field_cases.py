@@ -10,10 +10,16 @@ import pytest
 from architecture.source_tree import ROOT, functions
 
 TABLE = ROOT / "tests" / "field_cases.toml"
-# Loading and resharding (16-25). In-process restart and abort (26-35, 138-145); launcher and
-# rendezvous (36-48, 146-155); state that has to come back (17-19, 64, 126-128, 167, 169, 172).
-STATE = (64, 126, 127, 128, 167, 169, 172)
-IDS = [f"FC-{n}" for n in sorted((*range(16, 26), *range(26, 49), *range(138, 156), *STATE))]
+SECTIONS = {
+    "checkpoint save": (range(1, 16), range(115, 126)),
+    "checkpoint load and reshard": (range(16, 26), range(126, 138)),
+    "in-process restart and abort": (range(26, 36), range(138, 146)),
+    "launcher and rendezvous": (range(36, 49), range(146, 156)),
+    "loader and random state on resume": (range(64, 72), range(167, 175)),
+    "storage": (range(86, 92), range(185, 190)),
+    "security": (range(111, 115), range(204, 206)),
+}
+IDS = [f"FC-{n:02d}" for n in sorted(n for part in SECTIONS.values() for r in part for n in r)]
 ANSWERS = ("test", "cannot", "later")
 # How a capability may be called, so that the same one always has the same name.
 CAPABILITIES = {
@@ -25,6 +31,7 @@ CAPABILITIES = {
     "GPU path",
     "Kubernetes actuator",
     "batch skipping",
+    "observability",
 }
 
 

@@ -43,6 +43,13 @@ def checkpoints(store: Path) -> list[SnapshotId]:
     return found
 
 
+def kill_everything(job: Job) -> None:
+    job.may_leave_files = True
+    for pid in [job.process.pid, *job.pids()]:
+        os.kill(pid, signal.SIGKILL)
+    job.process.wait()
+
+
 def flip_a_byte(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
@@ -136,15 +143,33 @@ def test_where_everything_was_killed_memory_is_gone_on_from(
 ):
     with running(tmp_path, TINY, *PACED, layout=LAYOUT) as job:
         job.until_step(15)
-        job.may_leave_files = True
-        for pid in [job.process.pid, *job.pids()]:
-            os.kill(pid, signal.SIGKILL)
-        job.process.wait()
+        kill_everything(job)
     again = run_job(tmp_path, TINY, *PACED, layout=LAYOUT)
     step, source = opened(again)[-1]
     assert source == "memory"
     assert step is not None and step >= 14, "a step lost, at the most"
     assert again.summary()["final_digest"] == reference_digest(TINY, *ARGS, layout=LAYOUT)
+
+
+def test_memory_of_another_layout_is_void_and_never_a_reason_to_begin_anew(tmp_path: Path):
+    """Everything is killed before there is a checkpoint, then behind one."""
+    with running(tmp_path, TINY, *PACED, layout=LAYOUT) as job:
+        job.until_step(15)
+        kill_everything(job)
+    with running(tmp_path, TINY, *PACED, layout=(1, 1)) as refused:
+        refused.may_leave_files = True
+        assert refused.wait() == 1
+    assert "memory holds steps of another layout" in refused.of_type(JobEnded)[-1].reason
+    with running(tmp_path, TINY, *PACED, layout=LAYOUT, flags=BY_STEPS) as job:
+        job.until(lambda: job.of_type(CheckpointCommitted), "a checkpoint")
+        assert opened(job)[-1][1] == "memory", "it was kept for its own layout"
+        durable = job.of_type(CheckpointCommitted)[0].step
+        kill_everything(job)
+    again = run_job(tmp_path, TINY, *PACED, layout=(1, 3))
+    step, source = opened(again)[-1]
+    assert source == "checkpoint" and step is not None and step >= durable
+    assert again.notes("memory of another layout")
+    assert again.summary()["steps"] == 40
 
 
 def test_a_machine_whose_memory_is_gone_goes_on_from_the_store(

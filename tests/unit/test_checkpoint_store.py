@@ -4,6 +4,7 @@ finds; which checkpoints stay.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -267,6 +268,41 @@ def test_a_manifest_names_files_of_its_own_directory_alone(slots: Slots) -> None
         files = (first, manifest.files[1])
         with pytest.raises(StateError):
             decode_manifest(encode_manifest(msgspec.structs.replace(manifest, files=files)))
+
+
+def test_an_entry_without_a_checksum_is_refused(slots: Slots) -> None:
+    """In a manifest that is whole otherwise: its own checksum is right."""
+    manifest = slots.save(in_memory()[0], snap(5))
+    whole = encode_manifest(manifest)
+    assert decode_manifest(whole) == manifest
+    first, second = manifest.files
+    for empty in ({"digest": ""}, {"digest": "xxh3-128:"}, {"blocks": ""}):
+        files = (first, msgspec.structs.replace(second, **empty))
+        with pytest.raises(StateError, match=second.name):
+            decode_manifest(encode_manifest(msgspec.structs.replace(manifest, files=files)))
+    with pytest.raises(StateError, match="exactly one file"):
+        decode_manifest(encode_manifest(msgspec.structs.replace(manifest, files=())))
+
+
+def test_a_stale_handle_is_opened_again(slots: Slots) -> None:
+    class Stale(TornDisk):
+        """Each name leads to a file that is no more, once."""
+
+        def __init__(self, disk: TornDisk) -> None:
+            super().__init__(disk.root)
+            self.met: set[str] = set()
+
+        def open(self, path: str) -> int:
+            if path not in self.met:
+                self.met.add(path)
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return super().open(path)
+
+    store, disk = in_memory()
+    manifest = slots.save(store, snap(5))
+    stale = DirectoryStore(ROOT, Stale(disk))
+    assert load_manifest(stale, snap(5)) == manifest
+    assert verify(stale, snap(5)) == []
 
 
 # ------------------------------------------------------------------ writing and committing

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from stepfast.checkpoint.arena import SLOTS_WITH_OVERLAP, Arena, Slot, sealed_slots
 from stepfast.checkpoint.capture import Capture, Captured
+from stepfast.checkpoint.directory import DirectoryStore
 from stepfast.checkpoint.restore import open_sealed
 from stepfast.checkpoint.tensors.copier import (
     StreamCopier,
@@ -29,6 +30,7 @@ from stepfast.checkpoint.tensors.copier import (
 )
 from stepfast.checkpoint.tensors.local import over
 from stepfast.checkpoint.tensors.tree import StateTree
+from stepfast.checkpoint.writer import write_slot
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import Interrupted, OperatingError, ScriptError
 from stepfast.train.host import PlainHost
@@ -716,3 +718,30 @@ def test_the_account_says_what_snapshots_cost() -> None:
     assert words is not None
     assert "cost 0.9% of a step of 996.0 ms" in words and "interval" not in words
     assert "20 turns with, 8 without" in words
+
+
+def test_a_held_write_has_the_bytes_of_its_boundary(tmp_path: Path) -> None:
+    """The writer of a pinned slot is held for several steps between two of its pieces."""
+    rig = Rig(tmp_path / "memory", two_optimizers())
+    train(rig, 4)
+    pinned = rig.sealed[-1]
+    rig.protected = lambda: frozenset({pinned.snapshot})
+    before = pinned.slot_path.read_bytes()
+    store = DirectoryStore(tmp_path / "store")
+    held: list[int] = []
+
+    def hold(done: int, total: int) -> None:
+        if not held:
+            train(rig, 5)
+            held.append(len(rig.sealed))
+
+    shard = write_slot(
+        store, pinned.slot_path, pinned.snapshot, rank=0, world_size=1, progress=hold
+    )
+    assert held == [9], "training went on meanwhile"
+    (name,) = store.names()
+    assert name.endswith(shard.name) and store.read(name) == before
+    stored = open_sealed(store.root / name, pinned.snapshot)
+    for name, wanted in rig.wanted[pinned.snapshot.step].items():
+        entry = stored.layout.by_name[name]
+        assert bits(over(stored.view(entry), entry)) == bits(wanted), name

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
 from stepfast.agent.tail import LogTail, log_tail
@@ -32,6 +33,7 @@ from stepfast.core.messages import (
     RankQuiet,
     RankReturned,
     RankStart,
+    StartGeneration,
     Welcome,
 )
 from stepfast.core.node_state import (
@@ -49,6 +51,7 @@ from stepfast.core.node_state import (
     RankForked,
     StoreLost,
     StoreReady,
+    StoreUnusable,
 )
 from stepfast.core.outputs import (
     CommitShards,
@@ -167,7 +170,8 @@ class Agent:
             return  # a node that only left may be needed again
         slot_root = Path(self._driver.state.slot_root)
         finish = self._driver.state.finish
-        if finish is not None and finish.keep_memory:
+        is_wanted = finish is not None and finish.keep_memory
+        if is_wanted or memory.has_set_aside(slot_root):
             (slot_root.parent / KEPT_MARK).touch(mode=0o600)
             return
         # An orderly end of the job leaves nothing.
@@ -214,6 +218,8 @@ class Agent:
             except OSError as error:
                 self._fail(OperatingError(f"cannot prepare this node: {error}"))
                 return
+        elif isinstance(message, StartGeneration):
+            memory.remove_set_aside(Path(self._driver.state.slot_root))
         is_question = isinstance(message, ProbeRanks)
         stopped = self._stopped_of(self._process_of) if is_question else frozenset()
         self._feed(FromJob(message, stopped))
@@ -227,7 +233,8 @@ class Agent:
         job = f"stepfast-{os.getuid()}-{settings.job_id}"
         slot_root = Path(settings.memory_dir) / job / f"node-{self._node_id}"
         slot_root.parent.mkdir(mode=0o700, exist_ok=True)
-        slot_root.mkdir(mode=0o700, exist_ok=True)
+        layout = f"{settings.world_size} ranks, {settings.nproc_per_node} per node"
+        problem = memory.settle_layout(slot_root, layout)
         (slot_root.parent / KEPT_MARK).unlink(missing_ok=True)
         log_root = Path(settings.job_dir) / "logs"
         log_root.mkdir(parents=True, exist_ok=True)
@@ -250,6 +257,10 @@ class Agent:
         self._processes.start()
         self._durable = DurableWork(settings, slot_root, self._feed)
         self._settings = settings
+        if problem is not None:
+            self._note("memory of another layout", problem)
+            if not settings.checkpoints.url:
+                self._feed(StoreUnusable(f"{problem}; {memory.HINT}"))
 
     def _note(self, topic: str, text: str) -> None:
         self._feed(NodeNoted(topic, text))

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
+from stepfast.agent import memory
 from stepfast.checkpoint import catalog
 from stepfast.checkpoint.arena import sealed_slots
-from stepfast.checkpoint.catalog import Retention
+from stepfast.checkpoint.catalog import Retention, Survey
 from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.manifest import Manifest, checkpoint_name
 from stepfast.checkpoint.store import CheckpointStore, open_store
@@ -91,8 +92,32 @@ class DurableWork:
             _try_to_write(store, self._slot_root.name)
         except (OSError, StepfastError) as error:
             return StoreUnusable(f"the checkpoint store cannot be used: {error}")
+        if not seen.manifests and (refusal := self._refusal(seen)) is not None:
+            return StoreUnusable(refusal)
         committed = tuple(sorted(manifest.snapshot for manifest in seen.manifests))
-        return CheckpointsListed(committed, tuple(finding.text for finding in seen.damaged))
+        problems = [finding.text for finding in seen.damaged]
+        # Older ones are no candidates: whatever they lack, a newer one is whole.
+        begun = [s for s in seen.unfinished if not committed or s > committed[-1]]
+        for snapshot in begun:
+            where = checkpoint_name(snapshot.step, snapshot.generation)
+            problems.append(f"{store.url}/{where}: it has no manifest: it was never committed")
+        return CheckpointsListed(committed, tuple(problems))
+
+    def _refusal(self, seen: Survey) -> str | None:
+        """Why no job may begin anew beside a store without a checkpoint that can be read."""
+        if memory.has_set_aside(self._slot_root):
+            return (
+                "memory holds steps of another layout, and the store has no checkpoint to reshard"
+                f" from; {memory.HINT}"
+            )
+        if seen.damaged and not memory.has_slots(self._slot_root):
+            first = f"{self._store().url}/{seen.damaged[0].name}"
+            text = seen.damaged[0].text.removeprefix(f"{first}: ")
+            return (
+                f"none of {len(seen.damaged)} checkpoints can be read ({first}: {text}); choose"
+                " another place for --checkpoints to begin anew"
+            )
+        return None
 
     def _write(self, order: WriteSlot) -> NodeInput:
         began = time.monotonic()

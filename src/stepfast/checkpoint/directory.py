@@ -81,7 +81,7 @@ class DirectoryStore:
         """The object's size; None: there is none."""
         path = self._path(name)
         try:
-            descriptor = self._disk.open(path)
+            descriptor = _open(self._disk, path)
         except OSError as error:
             if error.errno in _NOT_HERE:
                 return None
@@ -309,6 +309,16 @@ class DirectoryWriter:
             pass  # renamed; or it stays, hidden, and whoever sweeps takes it away
 
 
+def _open(disk: Disk, path: str) -> int:
+    """For reading. A name that was just given anew may lead NFS to a file that is no more: once."""
+    try:
+        return disk.open(path)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return disk.open(path)
+
+
 class _Reading:
     """A file that is read."""
 
@@ -320,7 +330,7 @@ class _Reading:
 
     def __enter__(self) -> Self:
         try:
-            self._descriptor = self._disk.open(self._path)
+            self._descriptor = _open(self._disk, self._path)
             self.size_bytes = self._disk.size_bytes(self._descriptor)
         except OSError as error:
             raise _reading_failure(self._path, error) from error

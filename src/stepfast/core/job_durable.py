@@ -90,7 +90,10 @@ def missed(turn: Turn, message: CheckpointMissed) -> None:
 
 
 def refused(turn: Turn, message: StoreRefused) -> None:
-    """No job begins that could not keep what it does."""
+    """No job begins that could not keep what it does; one that runs goes on without."""
+    if turn.state.phase is not Phase.FORMING:
+        turn.record(Note(topic="checkpoint store", text=message.reason, node=message.node))
+        return
     turn.end("failed", EXIT_TRY_AGAIN, f"node {message.node}: {message.reason}")
 
 

@@ -65,6 +65,7 @@ from stepfast.events import (
     CheckpointRejected,
     GenerationOpened,
     JobEnded,
+    Note,
 )
 from unit.core.rigs import JobRig, NodeRig, error_of, held
 
@@ -346,6 +347,13 @@ def test_a_store_that_cannot_be_used_ends_the_job_before_it_begins():
     (end,) = rig.all_of(JobEnded)
     assert (end.status, end.exit_code) == ("failed", EXIT_TRY_AGAIN)
     assert "cannot be used" in end.reason
+
+
+def test_a_store_that_is_away_when_an_agent_comes_back_ends_no_running_job():
+    rig = job()
+    rig.from_node(0, StoreRefused(node=NodeId(0), reason="the checkpoint store cannot be used: x"))
+    assert not rig.all_of(JobEnded)
+    assert [note.topic for note in rig.now_of(Note)] == ["checkpoint store"]
 
 
 def damaged(rig: JobRig, number: int) -> Any:

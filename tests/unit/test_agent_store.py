@@ -1,0 +1,179 @@
+"""An agent's hands in the store: what stops a job from beginning anew, and a store that comes back;
+what a run of another layout left in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stepfast.agent import memory
+from stepfast.agent.durable import DurableWork
+from stepfast.checkpoint.catalog import committed, verify
+from stepfast.checkpoint.directory import DirectoryStore
+from stepfast.core.durable import CheckpointSettings
+from stepfast.core.messages import JobSettings
+from stepfast.core.node_state import (
+    CheckpointsListed,
+    CommitEnded,
+    NodeInput,
+    SlotNotWritten,
+    SlotWritten,
+    StoreUnusable,
+)
+from stepfast.core.outputs import CommitShards, WriteSlot
+from stepfast.core.terms import JobId, Rank
+from unit.stored_checkpoints import Slots, snap
+
+TWO = "2 ranks, 2 per node"
+THREE = "3 ranks, 3 per node"
+
+
+class Agent:
+    """The hands of node 0, with two ranks' slots; each order is waited for."""
+
+    def __init__(self, base: Path) -> None:
+        self.slots = Slots(base / "made")
+        self.slot_root = base / "memory" / "node-0"
+        self.slot_root.mkdir(parents=True)
+        self.store = DirectoryStore(base / "store")
+        self.settings = JobSettings(
+            job_id=JobId("job"),
+            world_size=2,
+            nproc_per_node=2,
+            job_dir=str(base),
+            device="cpu",
+            recovery="on",
+            hang="recover",
+            hang_floor_s=None,
+            hang_ceiling_s=60.0,
+            heartbeat_interval_s=0.5,
+            snapshot_interval_steps=1,
+            memory_dir=str(base / "memory"),
+            preload=(),
+            faults=(),
+            checkpoints=CheckpointSettings(url=self.store.url, keep_last=9),
+        )
+
+    def seal(self, step: int) -> None:
+        for rank in range(2):
+            path = self.slot_root / f"rank-{rank}" / "slot-0.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(self.slots.content(snap(step), rank))
+
+    def do(self, order: Callable[[DurableWork], None]) -> NodeInput:
+        async def wait() -> NodeInput:
+            given: asyncio.Queue[NodeInput] = asyncio.Queue()
+            order(DurableWork(self.settings, self.slot_root, given.put_nowait))
+            return await given.get()
+
+        return asyncio.run(wait())
+
+    def list(self) -> NodeInput:
+        return self.do(lambda work: work.list_checkpoints())
+
+    def refusal(self) -> str:
+        answer = self.list()
+        assert isinstance(answer, StoreUnusable), answer
+        return answer.reason
+
+    def write(self, step: int) -> list[NodeInput]:
+        self.seal(step)
+        orders = [WriteSlot(Rank(rank), snap(step)) for rank in range(2)]
+        return [self.do(lambda work: work.write(order)) for order in orders]
+
+    def save(self, step: int) -> CommitEnded:
+        told = self.write(step)
+        shards = tuple(t.shard for t in told if isinstance(t, SlotWritten))
+        assert len(shards) == 2, told
+        order = CommitShards(snap(step), shards, frozenset())
+        ended = self.do(lambda work: work.commit(order))
+        assert isinstance(ended, CommitEnded)
+        return ended
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Agent:
+    return Agent(tmp_path)
+
+
+def manifests(agent: Agent) -> list[Path]:
+    return sorted(agent.store.root.glob("step-*/manifest.json"))
+
+
+def test_a_new_store_is_a_first_start(agent: Agent) -> None:
+    assert agent.list() == CheckpointsListed((), ())
+    agent.save(5)
+    assert agent.list() == CheckpointsListed((snap(5),), ())
+
+
+def test_where_no_checkpoint_can_be_read_nothing_begins_anew(agent: Agent) -> None:
+    agent.save(5)
+    agent.save(6)
+    newest = manifests(agent)[-1]
+    newest.write_bytes(newest.read_bytes()[:-9])
+    answer = agent.list()
+    assert isinstance(answer, CheckpointsListed) and answer.checkpoints == (snap(5),)
+    assert len(answer.problems) == 1 and str(newest) in answer.problems[0], "named, with the reason"
+    manifests(agent)[0].write_bytes(b"")
+    assert isinstance(agent.list(), CheckpointsListed), "memory is there to go on from"
+    for rank in range(2):
+        (agent.slot_root / f"rank-{rank}" / "slot-0.safetensors").unlink()
+    assert "none of 2 checkpoints can be read" in agent.refusal()
+    assert str(manifests(agent)[0]) in agent.refusal()
+
+
+def test_what_is_passed_over_is_named_with_its_reason(agent: Agent) -> None:
+    """Newer than the good one: without a manifest, with an empty one, with garbage in it."""
+    for step in (5, 6, 7, 8):
+        agent.save(step)
+    _, unfinished, empty, garbage = manifests(agent)
+    unfinished.unlink()
+    empty.write_bytes(b"")
+    garbage.write_bytes(b'{"step": 8}')
+    answer = agent.list()
+    assert isinstance(answer, CheckpointsListed) and answer.checkpoints == (snap(5),)
+    named = {path.parent.name for path in (unfinished, empty, garbage)}
+    assert len(answer.problems) == 3
+    assert {next(n for n in named if n in text) for text in answer.problems} == named
+    assert any("never committed" in text for text in answer.problems)
+
+
+def test_a_store_that_cannot_be_listed_is_not_an_empty_one(agent: Agent) -> None:
+    agent.store.root.symlink_to(agent.store.root)
+    assert "Too many levels of symbolic links" in agent.refusal()
+
+
+def test_a_store_that_is_back_takes_the_next_checkpoint(agent: Agent) -> None:
+    """For some checkpoints a plain file lies where the store was."""
+    agent.save(5)
+    away = agent.store.root.rename(agent.store.root.with_name("away"))
+    agent.store.root.write_text("no directory")
+    for step in (6, 7):
+        for told in agent.write(step):
+            assert isinstance(told, SlotNotWritten)
+            assert str(agent.store.root) in told.reason and "Not a directory" in told.reason
+    agent.store.root.unlink()
+    away.rename(agent.store.root)
+    assert agent.save(8).reason is None
+    assert committed(agent.store) == [snap(8), snap(5)]
+    assert verify(agent.store, snap(8)) == []
+
+
+def test_memory_of_another_layout_is_set_aside_until_the_job_has_chosen(agent: Agent) -> None:
+    root = agent.slot_root
+    assert memory.settle_layout(root, TWO) is None
+    agent.seal(5)
+    assert memory.settle_layout(root, TWO) is None and memory.has_slots(root), "its own is kept"
+    said = memory.settle_layout(root, THREE)
+    assert said is not None and "step 5" in said and TWO in said and THREE in said
+    assert not memory.has_slots(root), "no rank of this layout sees it"
+    assert "the store has no checkpoint to reshard from" in agent.refusal()
+    assert memory.settle_layout(root, TWO) is None and memory.has_slots(root), "there again"
+    memory.settle_layout(root, THREE)
+    memory.remove_set_aside(root)
+    assert not memory.has_set_aside(root)
+    assert memory.settle_layout(root, TWO) is None and not memory.has_slots(root)
