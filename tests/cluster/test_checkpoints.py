@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.conftest import Reference
-from cluster.harness import TINY, Job, finish, run_job, running
+from cluster.harness import SCRIPTS, TINY, Job, finish, run_job, running
 from stepfast.checkpoint.catalog import committed, verify
 from stepfast.checkpoint.store import open_store
 from stepfast.core.terms import SnapshotId
@@ -73,6 +73,18 @@ def test_a_job_leaves_its_last_step_and_the_one_before(tmp_path: Path, reference
     assert [s.step for s in checkpoints(job.directory / "checkpoints")] == [40, 30]
     assert [e.step for e in job.of_type(CheckpointCommitted)] == [10, 20, 30, 40]
     assert job.summary()["final_digest"] == reference_digest(TINY, *ARGS, layout=LAYOUT)
+
+
+def test_a_loop_that_is_left_early_has_its_last_step_too(
+    tmp_path: Path, reference_digest: Reference
+):
+    """Between two snapshots, of which only each fourth step has one."""
+    script, flags = SCRIPTS / "leaving.py", ("--snapshot-interval-steps", 4)
+    job = run_job(tmp_path, script, "--steps", 10, layout=LAYOUT, flags=flags)
+    (last,) = checkpoints(job.directory / "checkpoints")
+    assert last.step == 10
+    expected = reference_digest(TINY, "--steps", 10, layout=LAYOUT)
+    assert job.summary()["final_digest"] == expected
 
 
 def test_another_job_goes_on_from_the_store(

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from stepfast.checkpoint.arena import Arena, Slot
-from stepfast.core.terms import SnapshotId
+from stepfast.core.terms import SnapshotId, Step
 from stepfast.errors import OperatingError
 
 if TYPE_CHECKING:
@@ -137,6 +137,10 @@ class Capture:
     def is_fenced(self) -> bool:
         """Whether there is nothing to do for `fence`."""
         return self._under_way is None and self._whole is None
+
+    def holds(self, step: Step) -> bool:
+        """Whether a sealed slot has that step."""
+        return any(s.snapshot is not None and s.snapshot.step == step for s in self._arena.slots)
 
     def take(self, snapshot: SnapshotId) -> Captured:
         """Copy the state as it is now into a free slot; blocks until that is sealed as `snapshot`.

@@ -243,10 +243,15 @@ class RankHost:
         if self._pins.seal(captured.snapshot):
             self._monitor.send(RankSealed(snapshot=captured.snapshot))
 
-    def finish_snapshots(self) -> None:
-        """The user's function has returned: what is being copied is sealed."""
+    def finish_snapshots(self, step: Step) -> None:
+        """The user's function has returned at `step`: what is being copied is sealed.
+
+        A loop that was left early may have no snapshot of it: the state as it is now is that.
+        """
         with self._monitor.shield():
             self.snapshots.fence()
+            if not self.snapshots.holds(step):
+                self._begin_snapshot(step, whole=True)
 
     def settle_snapshots(self) -> None:
         """The generation is over, its groups aborted: no copy is under way behind this."""

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from stepfast.checkpoint.arena import SLOTS_WITH_OVERLAP, Arena
 from stepfast.checkpoint.capture import Capture, Captured
 from stepfast.checkpoint.tensors.tree import StateTree
-from stepfast.core.terms import SnapshotId
+from stepfast.core.terms import SnapshotId, Step
 from stepfast.train.snapshot_cost import SnapshotCost
 
 
@@ -96,6 +96,11 @@ class Snapshots:
         """From any thread: return once no copy reads any more."""
         if self._capture is not None:
             self._capture.hold()
+
+    def holds(self, step: Step) -> bool:
+        """Whether a sealed slot has that step."""
+        assert self._capture is not None, "attached before the first snapshot"
+        return self._capture.holds(step)
 
     def try_seal(self) -> None:
         """Where the copy has ended already, seal it now: what follows may take long."""

@@ -113,8 +113,9 @@ class RankProcess:
             with self._monitor.user_code():
                 self._returned = function(run)
             self._monitor.check()
-            host.finish_snapshots()
-            return MainReturned(step=run.finish(), digests=host.digests())
+            step = run.finish()
+            host.finish_snapshots(step)
+            return MainReturned(step=step, digests=host.digests())
         except Interrupted as interrupted:
             forget_frames(interrupted)
             return MainInterrupted()
