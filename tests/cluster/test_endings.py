@@ -305,7 +305,7 @@ def test_a_stop_signal_is_obeyed_in_every_phase(phase: str, tmp_path: Path):
 def test_a_second_signal_is_faster_and_a_running_jobs_directory_is_refused(tmp_path: Path):
     """The script ignores every polite request: its clean-up never ends."""
     script = SCRIPTS / "stubborn.py"
-    with running(tmp_path, script) as job:
+    with running(tmp_path, script, flags=("--checkpoints", "none")) as job:
         job.until_step(3)
         flags = ("--nproc-per-node", 2, "--job-dir", job.directory)
         assert "running job" in refusal(tmp_path / "second", "run", *flags, TINY)

@@ -117,13 +117,11 @@ def serve_coordinator(
         resumes=is_restarted,
     )
     state = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
-    code = _conclude(state.end, journal, voice, config)
+    code = _conclude(state.end, journal, voice, config, is_check=outlook is not None)
     if state.end is not None and state.end.keep_memory:
         _keep_memory(slots_of(config, journal.job_id))
     if outlook is not None and code == EXIT_FINISHED:
         code = _conclude_check(outlook, state, voice)
-    elif outlook is None:
-        voice.say(f"records in {journal.directory}")
     voice.flush()
     return code
 
@@ -164,7 +162,9 @@ def _keep_memory(slots: Path) -> None:
             (slots / KEPT_MARK).touch(mode=0o600)
 
 
-def _conclude(end: JobEnd | None, journal: Journal, voice: _Voice, config: JobConfig) -> int:
+def _conclude(
+    end: JobEnd | None, journal: Journal, voice: _Voice, config: JobConfig, *, is_check: bool
+) -> int:
     """The summary, and the last words: traceback and one line of cause."""
     journal.close()
     summary = summarize(read_events(journal.directory / EVENTS_FILE))
@@ -175,6 +175,8 @@ def _conclude(end: JobEnd | None, journal: Journal, voice: _Voice, config: JobCo
         return 1
     for fault_text in _never_fired(config, journal.directory):
         voice.say(f"--fault {fault_text} never fired: its step or place was not reached")
+    if not is_check:  # which removes its own
+        voice.say(f"records in {journal.directory}")
     if end.status == "failed":
         fault = end.fault
         if fault is not None and fault.error is not None:

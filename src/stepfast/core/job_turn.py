@@ -16,7 +16,7 @@ from stepfast.core.messages import AFTER_FINISH_LIMIT_S, FinishJob, FromCoordina
 from stepfast.core.outputs import Output, Persist, Record, SendToNode
 from stepfast.core.terms import NO_GENERATION, NodeId, Rank, Step
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN
-from stepfast.events import Event, JobEnded
+from stepfast.events import Event, JobEnded, Note
 
 
 class Turn:
@@ -66,6 +66,8 @@ class Turn:
         deadline = self.now + limits.stop_grace_s * 2
         if self.state.end is not None:
             if status == "stopped" and self.state.end.drain is not Drain.NONE:
+                text = "not made durable, in a hurry; the newest state is kept in memory"
+                self.record(Note(topic="checkpoint", text=text))
                 self.end_drain(deadline, keep_memory=True)
             elif status == "stopped" and self.state.end.deadline > deadline:
                 self._stop_waiting(deadline)
