@@ -121,7 +121,7 @@ class Record:
         if holders.strangers:
             self._obstacle = _stranger_text(holders.strangers)
         for mesh in holders.meshes:
-            if names := torch_groups.names_on(mesh):
+            if names := torch_groups.names_on(mesh, held):
                 self._meshes.append((weakref.ref(mesh), names))
         self._mesh_infos = [weakref.ref(info) for info in holders.mesh_infos]
 

@@ -159,9 +159,12 @@ def holders_of(held: list[ProcessGroup]) -> Holders:
     return torch_kept.holders_of(held)
 
 
-def names_on(mesh: DeviceMesh) -> tuple[str, ...]:
-    """The groups that the mesh keeps as objects, by name."""
-    return tuple(mesh._pg_registry)
+def names_on(mesh: DeviceMesh, held: list[ProcessGroup]) -> tuple[str, ...]:
+    """Those of the groups `held` that the mesh keeps as objects, by name; a mesh of groups that are
+    no more may still be alive somewhere.
+    """
+    known = {id(group) for group in held}
+    return tuple(name for name, group in mesh._pg_registry.items() if id(group) in known)
 
 
 def point_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
