@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 
 from stepfast.chaos.inject import Injector
+from torchrun_run import torchrun_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -75,13 +75,7 @@ def train(steps: int) -> None:
     restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
     args = train_llama.parse_args(["--steps", str(steps)])
     checkpoints_at = directory / "checkpoints"
-    run = SimpleNamespace(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        device=torch.device("cpu"),
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",)),
-        resuming=checkpoints_at.exists(),
-    )
+    run = torchrun_run(resuming=checkpoints_at.exists())
     model = train_llama.build_model(run, train_llama.SIZES["debug"], args.seed)
     optimizer, schedule = train_llama.build_optimizer(model, args)
     loader, _ = train_llama.build_data(run, args, train_llama.read_corpus(Path(args.data)))

@@ -11,14 +11,13 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from saving import PEERS, Saver, peer, state_of
+from torchrun_run import torchrun_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -33,14 +32,7 @@ class Loop:
 
     def __init__(self, words: list[str]) -> None:
         args = train_llama.parse_args([*words, "--steps", "1000000"])
-        world_size = dist.get_world_size()
-        run = SimpleNamespace(
-            rank=dist.get_rank(),
-            world_size=world_size,
-            device=torch.device("cpu"),
-            mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)),
-            resuming=False,
-        )
+        run = torchrun_run()
         self.model = train_llama.build_model(run, train_llama.SIZES[args.size], args.seed)
         self.optimizer, self._schedule = train_llama.build_optimizer(self.model, args)
         corpus = train_llama.read_corpus(Path(args.data))

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.device_mesh import init_device_mesh
 
 from saving import PEERS, local_parts, peer, state_of
 from stepfast.checkpoint.arena import Arena
@@ -35,6 +34,7 @@ from stepfast.checkpoint.tensors.reshard import restore
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.writer import write_slot
 from stepfast.core.terms import SnapshotId
+from torchrun_run import torchrun_run
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -50,15 +50,8 @@ class Bench:
     """The state, and the record of samples."""
 
     def __init__(self, directory: Path, store: Path, samples: int) -> None:
-        world_size = dist.get_world_size()
-        run = SimpleNamespace(
-            rank=dist.get_rank(),
-            world_size=world_size,
-            device=torch.device("cpu"),
-            mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)),
-            resuming=False,
-        )
-        self.rank, self.world_size, self.samples = run.rank, world_size, samples
+        run = torchrun_run()
+        self.rank, self.world_size, self.samples = run.rank, run.world_size, samples
         self.store = store
         args = SimpleNamespace(lr=1e-3, steps=1000)
         size = train_llama.SIZES["debug"] if os.environ["BENCH_SIZE"] == "debug" else LARGER

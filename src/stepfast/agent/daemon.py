@@ -22,7 +22,7 @@ from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
 from stepfast.agent.tail import LogTail, log_tail
-from stepfast.checkpoint.arena import sealed_slots
+from stepfast.checkpoint.arena import job_slots, sealed_slots
 from stepfast.core import node
 from stepfast.core.messages import (
     FromCoordinator,
@@ -230,8 +230,8 @@ class Agent:
 
     def _prepare(self, settings: JobSettings) -> None:
         """The first welcome: directories, zygote."""
-        job = f"stepfast-{os.getuid()}-{settings.job_id}"
-        slot_root = Path(settings.memory_dir) / job / f"node-{self._node_id}"
+        job = job_slots(settings.memory_dir, settings.job_id)
+        slot_root = job / f"node-{self._node_id}"
         slot_root.parent.mkdir(mode=0o700, exist_ok=True)
         layout = f"{settings.world_size} ranks, {settings.nproc_per_node} per node"
         problem = memory.settle_layout(slot_root, layout)

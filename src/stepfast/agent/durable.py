@@ -17,7 +17,7 @@ from pathlib import Path
 
 from stepfast.agent import memory
 from stepfast.checkpoint import catalog
-from stepfast.checkpoint.arena import sealed_slots
+from stepfast.checkpoint.arena import slot_of
 from stepfast.checkpoint.catalog import Retention, Survey
 from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.manifest import Manifest, checkpoint_name
@@ -34,7 +34,7 @@ from stepfast.core.node_state import (
 )
 from stepfast.core.outputs import CommitShards, WriteSlot
 from stepfast.core.terms import SnapshotId
-from stepfast.errors import StateError, StepfastError
+from stepfast.errors import StepfastError
 
 _BROKEN = "an error of stepfast itself; the agent's output has its traceback"
 Feed = Callable[[NodeInput], None]
@@ -124,7 +124,7 @@ class DurableWork:
         try:
             shard = write_slot(
                 self._store(),
-                self._slot_path(order),
+                slot_of(self._slot_root / f"rank-{order.rank}", order.checkpoint),
                 order.checkpoint,
                 rank=order.rank,
                 world_size=self._settings.world_size,
@@ -133,13 +133,6 @@ class DurableWork:
         except (OSError, StepfastError) as error:
             return SlotNotWritten(order.rank, order.checkpoint, str(error))
         return SlotWritten(order.rank, order.checkpoint, shard, time.monotonic() - began)
-
-    def _slot_path(self, order: WriteSlot) -> Path:
-        directory = self._slot_root / f"rank-{order.rank}"
-        for slot in sealed_slots(directory):
-            if slot.snapshot == order.checkpoint:
-                return slot.path
-        raise StateError(f"{directory}: no slot holds step {order.checkpoint.step} any more")
 
     def _commit(self, order: CommitShards) -> NodeInput:
         began = time.monotonic()

@@ -21,11 +21,11 @@ HINT = "run with that layout again, or choose another --job-dir to begin anew"
 def settle_layout(slot_root: Path, layout: str) -> str | None:
     """Make `slot_root` that of `layout`; what it says of slots that were set aside, if any were."""
     aside = _aside(slot_root)
-    found = _layout_of(slot_root)
-    if _newest_step(slot_root) is not None and found != layout:
+    is_held = has_slots(slot_root)
+    if is_held and _layout_of(slot_root) != layout:
         shutil.rmtree(aside, ignore_errors=True)
         slot_root.rename(aside)
-    elif _newest_step(slot_root) is None and _layout_of(aside) == layout:
+    elif not is_held and _layout_of(aside) == layout:
         shutil.rmtree(slot_root, ignore_errors=True)
         aside.rename(slot_root)
     slot_root.mkdir(mode=0o700, exist_ok=True)

@@ -24,8 +24,8 @@ import msgspec
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint.layout import Entry, Layout
 from stepfast.checkpoint.restore import read_open_state, read_state
-from stepfast.core.terms import Generation, SnapshotId, Step
-from stepfast.errors import OperatingError
+from stepfast.core.terms import Generation, JobId, SnapshotId, Step
+from stepfast.errors import OperatingError, StateError
 
 SLOT_COUNT_MAX = 16
 SLOTS_WITH_OVERLAP = 3
@@ -223,6 +223,21 @@ def sealed_slots(directory: Path) -> list[SealedSlot]:
         if snapshot is not None:
             found.append(SealedSlot(path, snapshot, layout.digest))
     return sorted(found, key=lambda slot: (slot.snapshot, slot.path))
+
+
+def job_slots(memory_dir: str, job_id: JobId) -> Path:
+    """Where the slots of a job's nodes lie on this machine, this user's alone."""
+    return Path(memory_dir) / f"stepfast-{os.getuid()}-{job_id}"
+
+
+def slot_of(directory: Path, snapshot: SnapshotId) -> Path:
+    """The file of the slot in `directory` that is sealed as `snapshot`; StateError: there is none
+    any more.
+    """
+    for slot in sealed_slots(directory):
+        if slot.snapshot == snapshot:
+            return slot.path
+    raise StateError(f"{directory}: no slot holds step {snapshot.step} any more")
 
 
 def invalidate(

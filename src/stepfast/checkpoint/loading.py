@@ -26,6 +26,7 @@ from stepfast.checkpoint.blocks import is_right
 from stepfast.checkpoint.catalog import load_manifest
 from stepfast.checkpoint.layout import Entry, Layout
 from stepfast.checkpoint.manifest import Manifest, ShardFile, snapshot_words
+from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import StateError
@@ -108,8 +109,8 @@ class StoredCheckpoint:
     def index(self) -> Mapping[str, tuple[Chunk, ...]]:
         """Every saved part of every tensor by name, in the order of ranks; reads all headers."""
         missing = [rank for rank in self._files if rank not in self._layouts]
-        reads = (partial(self._read_layout, rank) for rank in missing)
-        self._layouts.update(zip(missing, _in_parallel(reads), strict=True))
+        read = in_parallel(self._read_layout, missing, SMALL_REQUESTS)
+        self._layouts.update(zip(missing, read, strict=True))
         found: dict[str, list[Chunk]] = {}
         for rank in range(self.world_size):
             for entry in self._layouts[rank].entries:

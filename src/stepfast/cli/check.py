@@ -23,6 +23,7 @@ from stepfast.checkpoint.arena import (
     SLOTS_WITH_OVERLAP,
     SealedSlot,
     free_bytes,
+    job_slots,
     sealed_slots,
 )
 from stepfast.checkpoint.catalog import survey
@@ -137,7 +138,7 @@ def _slots_directory(config: JobConfig, job_dir: Path | None) -> Path | None:
     job_id = None if job_dir is None else read_job_id(job_dir)
     if job_id is None:
         return None
-    return Path(config.memory_dir) / f"stepfast-{os.getuid()}-{job_id}"
+    return job_slots(config.memory_dir, job_id)
 
 
 def _slots_of(config: JobConfig, slots_dir: Path | None, rank: Rank) -> list[SealedSlot]:

@@ -10,7 +10,6 @@ Invariants: only `prune` and `export` change anything. Exit codes: 0; 1 where `v
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -38,6 +37,7 @@ from stepfast.checkpoint.manifest import (
 )
 from stepfast.checkpoint.store import CheckpointStore, open_store
 from stepfast.checkpoint.whole import WholeCheckpoint, compare
+from stepfast.cli.tables import aligned, size_text
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError, StateError
 
@@ -109,7 +109,7 @@ def _ls(options: argparse.Namespace) -> int:
     rows = [
         (
             str(m.step), str(m.generation), str(m.world_size), str(len(m.tensors)),
-            _size(m.size_bytes), _time(m.created_at_s), m.job_id,
+            size_text(m.size_bytes), _time(m.created_at_s), m.job_id,
         )
         for m in seen.manifests
     ]  # fmt: skip
@@ -134,13 +134,13 @@ def _show(options: argparse.Namespace) -> int:
     _say(f"step {manifest.step} of generation {manifest.generation}, job {manifest.job_id}")
     _say(f"created {_time(manifest.created_at_s)} by stepfast {manifest.stepfast_version}")
     nodes = f"{manifest.world_size} ranks, {manifest.nproc_per_node} on a node"
-    _say(f"{nodes}, torch {manifest.torch_version}, {_size(manifest.size_bytes)}")
+    _say(f"{nodes}, torch {manifest.torch_version}, {size_text(manifest.size_bytes)}")
     for key, value in manifest.user.items():
         _say(f"{key}: {value}")
     _say("")
     _say_table(
         ("FILE", "SIZE", "DIGEST"),
-        [(f.name, _size(f.size_bytes), f.digest) for f in manifest.files],
+        [(f.name, size_text(f.size_bytes), f.digest) for f in manifest.files],
     )
     _say("")
     _say_table(
@@ -172,7 +172,7 @@ def _verify(options: argparse.Namespace) -> int:
         reports.append({"checkpoint": name, "whole": not found})
         if not options.json and not found:
             rate = bar.total_bytes / max(1e-9, time.monotonic() - began_s)
-            _say(f"{name}: whole, {_size(bar.total_bytes)} read at {_size(rate)}/s")
+            _say(f"{name}: whole, {size_text(bar.total_bytes)} read at {size_text(rate)}/s")
     if options.json:
         _say_json({"url": store.url, "checkpoints": reports, "findings": findings})
     else:
@@ -278,7 +278,7 @@ class _Bar:
         if self._is_shown and percent != self._percent:
             self._percent = percent
             bar = ("#" * (percent * _BAR_CHARS // 100)).ljust(_BAR_CHARS, ".")
-            sys.stderr.write(f"\r{self._label} [{bar}] {percent:3d} % of {_size(total_bytes)}")
+            sys.stderr.write(f"\r{self._label} [{bar}] {percent:3d} % of {size_text(total_bytes)}")
             sys.stderr.flush()
 
     def clear(self) -> None:
@@ -309,18 +309,8 @@ def _say_json(value: object) -> None:
 
 
 def _say_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        _say("  ".join(cells).rstrip())
-
-
-def _size(size_bytes: float) -> str:
-    if size_bytes < 1024:
-        return f"{size_bytes:.0f} B"
-    power = min(4, int(math.log2(size_bytes)) // 10)
-    return f"{size_bytes / 1024**power:.1f} {'KMGT'[power - 1]}iB"
+    for line in aligned([head, *rows], indent=""):
+        _say(line)
 
 
 def _time(since_epoch_s: float) -> str:

@@ -20,7 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from stepfast.agent.daemon import KEPT_MARK
-from stepfast.cli.serve import SUMMARY_FILE, listen, new_job_dir, slots_of
+from stepfast.checkpoint.arena import job_slots
+from stepfast.cli.serve import SUMMARY_FILE, listen, new_job_dir
 from stepfast.config import JobConfig
 from stepfast.core.durable import DRAIN_LIMIT_S
 from stepfast.core.terms import JobId
@@ -294,7 +295,7 @@ def _remove_slots(config: JobConfig, job_dir: Path) -> None:
     """
     id_file = job_dir / "job-id"
     if id_file.exists():
-        slots = slots_of(config, JobId(id_file.read_text().strip()))
+        slots = job_slots(config.memory_dir, JobId(id_file.read_text().strip()))
         if not (slots / KEPT_MARK).exists():
             shutil.rmtree(slots, ignore_errors=True)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import stepfast
 from stepfast.agent.daemon import KEPT_MARK, Agent, Script
+from stepfast.checkpoint.arena import job_slots
 from stepfast.cli.check import Outlook, check_settings, look_ahead, obstacles, table
 from stepfast.config import JobConfig, metadata_of, split_address
 from stepfast.coordinator.journal import (
@@ -34,7 +35,7 @@ from stepfast.core.durable import CheckpointSettings
 from stepfast.core.job_state import JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
 from stepfast.core.policy import Budget
-from stepfast.core.terms import NO_GENERATION, JobId, NodeId
+from stepfast.core.terms import NO_GENERATION, NodeId
 from stepfast.core.timeouts import timeouts_of
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError
 from stepfast.events import JobEnded, JobOpened
@@ -119,7 +120,7 @@ def serve_coordinator(
     state = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
     code = _conclude(state.end, journal, voice, config, is_check=outlook is not None)
     if state.end is not None and state.end.keep_memory:
-        _keep_memory(slots_of(config, journal.job_id))
+        _keep_memory(job_slots(config.memory_dir, journal.job_id))
     if outlook is not None and code == EXIT_FINISHED:
         code = _conclude_check(outlook, state, voice)
     voice.flush()
@@ -148,11 +149,6 @@ async def _serve_job(
         loop.add_signal_handler(number, server.stop, name, _EXIT_AFTER_SIGNAL + number)
     await server.run(listener, opened)
     return server.state
-
-
-def slots_of(config: JobConfig, job_id: JobId) -> Path:
-    """Where the slots of a job's nodes lie on this machine."""
-    return Path(config.memory_dir) / f"stepfast-{os.getuid()}-{job_id}"
 
 
 def _keep_memory(slots: Path) -> None:

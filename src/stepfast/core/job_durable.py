@@ -236,7 +236,7 @@ def advance_drain(turn: Turn) -> None:
     elif end.drain is Drain.STORE:
         assert end.drained is not None, "something is being written"
         if end.drained in state.durable.committed:
-            turn.end_drain(turn.now + state.timeouts.stop_grace_s * 2, keep_memory=False)
+            turn.end_drain(keep_memory=False)
         elif (reason := state.durable.failed.get(end.drained)) is not None:
             _end_drain(turn, reason)
 
@@ -256,8 +256,7 @@ def _drain_slots(turn: Turn) -> None:
     if plan is None or not is_new:
         # An earlier run left what lies there, and this one ended before it looked or could use it.
         is_earlier = plan is None and state.start is None
-        grace_s = state.timeouts.stop_grace_s
-        turn.end_drain(turn.now + grace_s * 2, keep_memory=is_earlier)
+        turn.end_drain(keep_memory=is_earlier)
         return
     assert state.end is not None, "draining without an end"
     checkpoint = max(plan.sources.values())  # they are one: a step is sealed by all or by none
@@ -274,5 +273,4 @@ def _drain_slots(turn: Turn) -> None:
 def _end_drain(turn: Turn, reason: str) -> None:
     text = f"the newest state could not be made durable: {reason}; it is kept in memory"
     turn.record(Note(topic="checkpoint", text=text))
-    grace_s = turn.state.timeouts.stop_grace_s
-    turn.end_drain(turn.now + grace_s * 2, keep_memory=True)
+    turn.end_drain(keep_memory=True)

@@ -68,7 +68,7 @@ class Turn:
             if status == "stopped" and self.state.end.drain is not Drain.NONE:
                 text = "not made durable, in a hurry; the newest state is kept in memory"
                 self.record(Note(topic="checkpoint", text=text))
-                self.end_drain(deadline, keep_memory=True)
+                self.end_drain(keep_memory=True)
             elif status == "stopped" and self.state.end.deadline > deadline:
                 self._stop_waiting(deadline)
             return
@@ -98,9 +98,10 @@ class Turn:
         for node in self.state.membership.connected_nodes:
             self.send(node, self.finish_message())
 
-    def end_drain(self, deadline: float, *, keep_memory: bool) -> None:
+    def end_drain(self, *, keep_memory: bool) -> None:
         """The nodes may leave now."""
         assert self.state.end is not None, "only an ending job drains"
+        deadline = self.now + self.state.timeouts.stop_grace_s * 2
         end = replace(self.state.end, drain=Drain.NONE, deadline=deadline, keep_memory=keep_memory)
         self.update(end=end)
         for node in self.state.membership.connected_nodes:

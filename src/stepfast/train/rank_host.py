@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from stepfast.checkpoint.arena import SLOTS_TO_WRITE, invalidate, sealed_slots
+from stepfast.checkpoint.arena import SLOTS_TO_WRITE, invalidate, slot_of
 from stepfast.checkpoint.capture import Captured
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.restore import open_sealed
@@ -37,7 +37,6 @@ from stepfast.core.messages import (
 )
 from stepfast.core.terms import NOTHING_HELD, Rank, SnapshotId, Step
 from stepfast.core.timeouts import FIRST_TURN, SETUP, TURN
-from stepfast.errors import StateError
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
 from stepfast.train.checking import what_is_kept
@@ -197,10 +196,7 @@ class RankHost:
     def _restore(self, directory: Path, source: SnapshotId) -> None:
         tracked = self.kept.tracked
         assert tracked is not None, "restored after track"
-        paths = [slot.path for slot in sealed_slots(directory) if slot.snapshot == source]
-        if not paths:
-            raise StateError(f"{directory}: no slot holds step {source.step} any more")
-        tracked.tree.restore_from(open_sealed(Path(paths[0]), source))
+        tracked.tree.restore_from(open_sealed(slot_of(directory, source), source))
         self._rng_resumed = RngState.take()
 
     def _restore_stored(self, checkpoint: SnapshotId) -> None:
