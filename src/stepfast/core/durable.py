@@ -24,6 +24,7 @@ DRAIN_LIMIT_S = 90.0
 _UNFINISHED_MAX = 4  # so many checkpoints are gathered at once; the oldest gives way
 _FAILURES_MAX = 16  # the newest reasons are remembered
 _COMMITTED_MAX = 256  # more than any retention keeps within reach of a restart
+_REMOVED_MAX = 1024  # a node may name so many for longer than they are there
 
 
 class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +85,7 @@ class Durable:
     """What the job knows of its checkpoints."""
 
     committed: frozenset[SnapshotId] = frozenset()
+    removed: frozenset[SnapshotId] = frozenset()  # by the retention; nodes may name them still
     rejected: frozenset[SnapshotId] = frozenset()  # found damaged when they were to be loaded
     shards: Mapping[SnapshotId, Mapping[int, ShardFile]] = field(default_factory=dict)
     failed: Mapping[SnapshotId, str] = field(default_factory=dict)
@@ -91,8 +93,9 @@ class Durable:
     announced: Announcement = Announcement()
 
     def told_of(self, committed: Iterable[SnapshotId]) -> Durable:
-        """What a node found in the store."""
-        return replace(self, committed=_newest(self.committed.union(committed)))
+        """What a node found in the store, some time ago."""
+        there = self.committed.union(committed) - self.removed
+        return replace(self, committed=_newest(there, _COMMITTED_MAX))
 
     def written(self, checkpoint: SnapshotId, shard: ShardFile) -> Durable:
         """One more shard."""
@@ -122,14 +125,24 @@ class Durable:
         """Why the step will not be durable, where that is known."""
         return next((reason for c, reason in sorted(self.failed.items()) if c.step == step), None)
 
-    def done(self, checkpoint: SnapshotId) -> Durable:
-        """It is committed: what was being gathered of older ones is of no use any more."""
+    def done(self, checkpoint: SnapshotId, removed: Iterable[SnapshotId] = ()) -> Durable:
+        """It is committed: what was being gathered of older ones is of no use any more. `removed`
+        went for it, and is never chosen.
+        """
         shards = {c: s for c, s in self.shards.items() if c > checkpoint}
         commit = self.commit
         if commit is not None and commit.checkpoint <= checkpoint:
             commit = None
-        committed = _newest(self.committed | {checkpoint})
-        return replace(self, committed=committed, shards=shards, commit=commit)
+        gone = self.removed.union(removed)
+        committed = _newest((self.committed | {checkpoint}) - gone, _COMMITTED_MAX)
+        return replace(
+            self,
+            committed=committed,
+            removed=_newest(gone, _REMOVED_MAX),
+            rejected=self.rejected - gone,
+            shards=shards,
+            commit=commit,
+        )
 
     def refused(self, checkpoint: SnapshotId) -> Durable:
         """It was read and is damaged."""
@@ -179,5 +192,5 @@ def would_start_over(
     return steps_max > 0 or max(steps, default=Step(0)) > 0
 
 
-def _newest(checkpoints: Iterable[SnapshotId]) -> frozenset[SnapshotId]:
-    return frozenset(sorted(checkpoints)[-_COMMITTED_MAX:])
+def _newest(checkpoints: Iterable[SnapshotId], count: int) -> frozenset[SnapshotId]:
+    return frozenset(sorted(checkpoints)[-count:])

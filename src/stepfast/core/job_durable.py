@@ -19,6 +19,7 @@ from stepfast.core.messages import (
     CheckpointAt,
     CheckpointFailed,
     CheckpointMissed,
+    CheckpointsHeld,
     CommitCheckpoint,
     CommitDone,
     PersistSlots,
@@ -63,7 +64,7 @@ def failed(turn: Turn, message: CheckpointFailed) -> None:
     commit_if_whole(turn)
 
 
-def committed(turn: Turn, message: CommitDone) -> None:
+def committed(turn: Turn, node: NodeId, message: CommitDone) -> None:
     """The manifest is in the store: from now on the job can go on from there."""
     durable = turn.state.durable
     if message.checkpoint not in durable.committed:
@@ -76,8 +77,16 @@ def committed(turn: Turn, message: CommitDone) -> None:
                 seconds=message.seconds,
             )
         )
-    turn.update(durable=durable.done(message.checkpoint))
+    turn.update(durable=durable.done(message.checkpoint, message.removed))
+    _tell_what_is_held(turn, besides=node)
     commit_if_whole(turn)
+
+
+def _tell_what_is_held(turn: Turn, besides: NodeId) -> None:
+    held = CheckpointsHeld(checkpoints=tuple(sorted(turn.state.durable.committed)))
+    for node in turn.state.membership.connected_nodes:
+        if node != besides:
+            turn.send(node, held)
 
 
 def missed(turn: Turn, message: CheckpointMissed) -> None:

@@ -234,12 +234,13 @@ class CheckpointMissed(_Message, frozen=True, kw_only=True):
 
 
 class CommitDone(_Message, frozen=True, kw_only=True):
-    """The manifest is in the store."""
+    """The manifest is in the store; what need not be kept beside it was `removed`."""
 
     checkpoint: SnapshotId
     name: str
     size_bytes: int
     seconds: float
+    removed: tuple[SnapshotId, ...] = ()
 
 
 class StoreRefused(_Message, frozen=True, kw_only=True):
@@ -336,6 +337,14 @@ class CommitCheckpoint(_Message, frozen=True, kw_only=True):
 
     checkpoint: SnapshotId
     shards: tuple[ShardFile, ...]
+
+
+class CheckpointsHeld(_Message, frozen=True, kw_only=True):
+    """What the store holds now, for every node but the one that changed it: a coordinator that
+    comes back hears it from them.
+    """
+
+    checkpoints: tuple[SnapshotId, ...]
 
 
 class PersistSlots(_Message, frozen=True, kw_only=True):
@@ -511,6 +520,7 @@ FromCoordinator = (
     | ProbeRanks
     | CheckpointAt
     | CommitCheckpoint
+    | CheckpointsHeld
     | PersistSlots
     | FinishJob
 )

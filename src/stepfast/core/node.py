@@ -20,6 +20,7 @@ from stepfast.core.messages import (
     PROTOCOL_VERSION,
     Bye,
     CheckpointAt,
+    CheckpointsHeld,
     CommitCheckpoint,
     FaultReported,
     FinishJob,
@@ -163,6 +164,8 @@ def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]
             node_durable.checkpoint_at(turn, message)
         case CommitCheckpoint():
             node_durable.commit(turn, message)
+        case CheckpointsHeld():
+            node_durable.held(turn, message)
         case PersistSlots():
             node_durable.persist(turn, message)
         case FinishJob():

@@ -15,6 +15,7 @@ from stepfast.core.messages import (
     CheckpointAt,
     CheckpointFailed,
     CheckpointMissed,
+    CheckpointsHeld,
     CommitCheckpoint,
     CommitDone,
     PersistSlots,
@@ -188,10 +189,20 @@ def commit_ended(turn: NodeTurn, given: CommitEnded) -> None:
         name=given.name,
         size_bytes=given.size_bytes,
         seconds=given.seconds,
+        removed=tuple(sorted(given.removed)),
     )
     known = set(turn.state.checkpoints or ()) - given.removed
     turn.update(committed=done, checkpoints=tuple(sorted(known | {given.checkpoint})))
     turn.tell(done)
+
+
+def held(turn: NodeTurn, order: CheckpointsHeld) -> None:
+    """Another node has committed; what this one committed meanwhile is there all the same."""
+    if turn.state.checkpoints is None:
+        return  # this node looks itself
+    own = turn.state.committed
+    known = {*order.checkpoints} | (set() if own is None else {own.checkpoint})
+    turn.update(checkpoints=tuple(sorted(known)))
 
 
 def _write(turn: NodeTurn, local: LocalRank, slot: SnapshotId) -> None:
