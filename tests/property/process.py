@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 from stepfast.core import rank as rank_machine
 from stepfast.core.faults import ErrorClass, ExceptionReport, Whereabouts
 from stepfast.core.messages import (
+    AboutPins,
     FirstStepDone,
     LoggedStep,
     PhaseBegan,
     ProbeAnswer,
-    RankCheckpointAt,
     RankFinish,
     RankLeave,
     RankLogged,
     RankProbe,
     RankResumed,
     RankSealed,
+    RankSkipped,
     RankStart,
-    RankUnpin,
     TensorDigest,
 )
 from stepfast.core.outputs import (
@@ -49,7 +49,7 @@ from stepfast.core.rank import (
 from stepfast.core.terms import Generation, Rank, SnapshotId, Step
 from stepfast.core.timeouts import FIRST_TURN, TURN
 from stepfast.runtime.driver import Driver
-from stepfast.train.pins import Pins
+from stepfast.train.pins import Claim, Pins
 
 if TYPE_CHECKING:
     from property.world import Agent, World
@@ -160,9 +160,9 @@ class Process:
     def _hear(self, message: Any) -> None:
         if self.is_numb:
             return
-        if isinstance(message, RankStart | RankCheckpointAt | RankUnpin):
+        if isinstance(message, RankStart | AboutPins):
             self.pins.hear(message)
-        if isinstance(message, RankCheckpointAt | RankUnpin):
+        if isinstance(message, AboutPins):
             return
         if not isinstance(message, RankProbe):
             self.feed(Ordered(message))
@@ -358,9 +358,14 @@ class Process:
 
     def _seal(self, step: Step) -> None:
         snapshot = SnapshotId(self._generation, step)
-        is_due = self.pins.is_due(step) and self.pins.try_pin(snapshot)
+        for late in self.pins.passed(step):
+            missed = SnapshotId(self._generation, late)
+            self._send(RankSkipped(snapshot=missed, reason="late", is_late=True))
+        claim = self.pins.claim(snapshot)
+        if claim is Claim.BUSY and step < self.world.shape.steps:
+            self._send(RankSkipped(snapshot=snapshot, reason="busy"))
         self.world.slots[self.rank][snapshot] = self.state_of_step
-        if is_due:
+        if claim is Claim.PINNED and self.pins.seal(snapshot):
             self._send(RankSealed(snapshot=snapshot))
         self.world.watcher.sealed(self.rank, step)
 

@@ -17,7 +17,10 @@ import msgspec
 from stepfast.core.recovery import Lineage, RestorePlan, choose_step
 from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
 
-CHECKPOINT_LIMIT_S = 3600.0  # writing or committing one may take so long; then it has failed
+# To commit one may take so long, and ranks may be so far apart with writing an announced one. Then
+# it has failed, and the next is due.
+COMMIT_LIMIT_S = 900.0
+GATHERING_LIMIT_S = 3600.0
 # A job that ends may take so long to make its newest state durable: below the two minutes that a
 # spot instance is told beforehand.
 DRAIN_LIMIT_S = 90.0
@@ -91,6 +94,10 @@ class Durable:
     failed: Mapping[SnapshotId, str] = field(default_factory=dict)
     commit: Commit | None = None
     announced: Announcement = Announcement()
+    skips: int = 0  # due steps that were skipped since the last commit
+    # Where skips had set ranks apart, from this step on they go on together; so often since then.
+    together: SnapshotId = SnapshotId(Generation(0), Step(-1))
+    rounds: int = 0
 
     def told_of(self, committed: Iterable[SnapshotId]) -> Durable:
         """What a node found in the store, some time ago."""
@@ -99,7 +106,7 @@ class Durable:
 
     def written(self, checkpoint: SnapshotId, shard: ShardFile) -> Durable:
         """One more shard."""
-        if checkpoint in self.committed:
+        if checkpoint in self.committed or checkpoint in self.failed:
             return self
         known = {**self.shards.get(checkpoint, {}), shard.rank: shard}
         shards = {**self.shards, checkpoint: known}
@@ -115,6 +122,17 @@ class Durable:
         if commit is not None and commit.checkpoint == checkpoint:
             commit = None
         return replace(self, failed={c: failed[c] for c in kept}, shards=shards, commit=commit)
+
+    def skipped(self) -> Durable:
+        """One more due step was skipped for an earlier one that takes long."""
+        return replace(self, skips=self.skips + 1)
+
+    def awaits(self, generation: Generation) -> SnapshotId | None:
+        """The announced checkpoint, while it is neither committed nor given up."""
+        told = SnapshotId(generation, self.announced.step)
+        if self.announced.step < 0 or self.announced.generation != generation:
+            return None
+        return None if told in self.committed or told in self.failed else told
 
     def begun_again(self, step: Step) -> Durable:
         """The step is written once more: earlier failures count no more."""
@@ -140,6 +158,8 @@ class Durable:
             committed=committed,
             removed=_newest(gone, _REMOVED_MAX),
             rejected=self.rejected - gone,
+            skips=0,
+            rounds=0,
             shards=shards,
             commit=commit,
         )

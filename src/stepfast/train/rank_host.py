@@ -32,6 +32,7 @@ from stepfast.core.messages import (
     RankNoted,
     RankResumed,
     RankSealed,
+    RankSkipped,
     RankStart,
     TensorDigest,
 )
@@ -44,7 +45,7 @@ from stepfast.train.groups import Groups
 from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
 from stepfast.train.monitor import Monitor
-from stepfast.train.pins import Pins
+from stepfast.train.pins import Claim, Pins
 from stepfast.train.rng import RngState
 from stepfast.train.snapshots import Snapshots
 from stepfast.train.whereabouts import Whereabout
@@ -230,10 +231,17 @@ class RankHost:
         self._monitor.check()
         snapshot = SnapshotId(self._present.generation, step)
         self.snapshots.fence()
-        self._pins.drop_unsealed()  # it was void
-        if self._pins.is_due(step) and not self._pins.try_pin(snapshot):
-            self.note("checkpoint skipped", f"step {step}: the one before is still being written")
+        for late in self._pins.passed(step):
+            self._skipped(SnapshotId(snapshot.generation, late), "announced too late", is_late=True)
+        if (void := self._pins.drop_unsealed()) is not None:
+            self._skipped(void, "its snapshot was void")
+        # The last step is written when the function has returned, whatever is written now.
+        if self._pins.claim(snapshot) is Claim.BUSY and not whole:
+            self._skipped(snapshot, "the one before is still being written")
         self.snapshots.begin(snapshot, whole=whole)
+
+    def _skipped(self, snapshot: SnapshotId, reason: str, *, is_late: bool = False) -> None:
+        self._monitor.send(RankSkipped(snapshot=snapshot, reason=reason, is_late=is_late))
 
     def _sealed(self, captured: Captured) -> None:
         if self._pins.seal(captured.snapshot):
