@@ -76,10 +76,12 @@ class DirectoryStore:
             reading.fill(start, memoryview(data))
             return bytes(data)
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill the buffer from `start`; StateError where the object has fewer bytes, or is not."""
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        """Fill the buffers from `start`; StateError where the object has fewer bytes, or is not."""
         with _Reading(self._disk, self._path(name)) as reading:
-            reading.fill(start, buffer)
+            for buffer in buffers:
+                reading.fill(start, buffer)
+                start += len(buffer)
 
     def size_bytes(self, name: str) -> int | None:
         """The object's size; None: there is none."""
