@@ -80,6 +80,7 @@ class Shape:
     nproc_per_node: int = 2
     steps: int = 10
     checkpoint_every: int | None = None  # None: no store; 0: by time
+    void_share: float = 0.0  # of the snapshots of each rank; above 0 they are taken with overlap
     write_s: tuple[float, ...] = ()  # what each rank's writes take; empty: different each time
 
 

@@ -50,6 +50,8 @@ def open_generation(turn: Turn) -> None:
     source = choose_source(held, state.lineage, state.durable)
     plan = source if isinstance(source, RestorePlan) else None
     stored = None if isinstance(source, RestorePlan) else source
+    if source is None and state.durable.commit is not None:
+        return  # a checkpoint is being committed: its end, good or bad, brings us back
     if source is None and would_start_over(held, state.lineage, state.durable, state.steps_max):
         steps = {rank: [s.step for s in snapshots] for rank, snapshots in held.items()}
         turn.end(

@@ -200,13 +200,16 @@ class RankHost:
         """From the checkpoint store, whatever layout it was saved in."""
         order, tracked = self._present, self.kept.tracked
         assert tracked is not None, "restored after track"
+        stored = StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint)
         restore(
             tracked.tree,
-            StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint),
+            stored,
             world_size=self.world_size,
             on_warning=lambda text: self.note("checkpoint", text),
             on_read=self._bytes_came(order),
         )
+        if stored.manifest.job_id != order.settings.job_id:
+            tracked.tree.loop_left = False  # another job goes on from there
         self._rng_resumed = RngState.take()
 
     def _bytes_came(self, order: RankStart) -> Callable[[int], None]:
@@ -246,7 +249,8 @@ class RankHost:
     def finish_snapshots(self, step: Step) -> None:
         """The user's function has returned at `step`: what is being copied is sealed.
 
-        A loop that was left early may have no snapshot of it: the state as it is now is that.
+        A loop that was left early may have no snapshot of it: the state as it is now is that. It is
+        taken here and not before: a fault until now has the turn that left made again.
         """
         with self._monitor.shield():
             self.snapshots.fence()
@@ -257,10 +261,11 @@ class RankHost:
         """The generation is over, its groups aborted: no copy is under way behind this."""
         self.snapshots.settle(aborted=True)
 
-    def digests(self) -> tuple[TensorDigest, ...]:
-        """The state as it stands: name, place and hash of every local tensor."""
-        tracked = self.kept.tracked
-        return digests_of(tracked.tree.local_digests()) if tracked is not None else ()
+    def digests(self, step: Step) -> tuple[TensorDigest, ...]:
+        """The state that the slot of `step` holds, which is what is made durable: name, place and
+        hash of every local tensor.
+        """
+        return digests_of(self.snapshots.digests(step))
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -289,8 +294,22 @@ class RankHost:
             self.account.world_operations = self._world_operations()
         return step
 
+    @property
+    def loop_left(self) -> bool:
+        """Whether the state that was restored is that of a loop that was left early."""
+        return self.kept.tracked is not None and self.kept.tracked.tree.loop_left
+
+    def turn_left(self, step: Step) -> Step:
+        """The loop was left within a turn; it counts if an optimizer has stepped in it."""
+        assert self.kept.tracked is not None, "steps begin after track"
+        if not self.snapshots.has_stepped:
+            return step
+        self.kept.tracked.tree.loop_left = True
+        return Step(step + 1)
+
     def turn_began(self, step: Step) -> None:
         """Tell the watch; the place where boundary faults strike."""
+        self.snapshots.has_stepped = False
         account = self.account
         first = account.turns == 0
         now = time.monotonic()

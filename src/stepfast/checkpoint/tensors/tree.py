@@ -27,6 +27,8 @@ from stepfast.checkpoint.layout import Layout, TensorSpec, private_name
 from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopier, copy_all
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
+    LOOP_LEFT_NAME,
+    OWN_NAME,
     Objects,
     check_coupled,
     check_trackable,
@@ -58,6 +60,9 @@ class Collected(NamedTuple):
     held: list[str]
 
 
+DigestRow = tuple[str, tuple[int, ...], str]
+
+
 class StateTree:
     """The tracked objects of one rank. For the thread that trains, between two steps."""
 
@@ -74,6 +79,7 @@ class StateTree:
         check_coupled(objects)
         self._objects = dict(objects)
         self.rank, self._private = rank, private_prefixes(objects)
+        self.loop_left = False  # kept and restored with the state
         default: Mapping[str, Copier] = {"cpu": ThreadCopier(), "cuda": StreamCopier()}
         self._copiers = default if copiers is None else copiers
         self._inspector = Inspector()
@@ -89,7 +95,7 @@ class StateTree:
     def collect(self) -> Collected:
         """What is there to keep now. ScriptError names the path of state that cannot be kept."""
         sink = self._sink()
-        blob = self._present_walk().everything(sink)
+        blob = self._present_walk().everything(sink, loop_left=self.loop_left)
         found = self._known = sink.found
         specs = [known.spec for known in found.values()]
         room = self._layout is not None and self._layout.has_room_for(len(blob))
@@ -173,6 +179,7 @@ class StateTree:
         Walk(self._objects).held(after)
         self._check_restored(after.found, source, left_alone)
         self._known = after.found
+        self.loop_left = bool(tree[OWN_NAME].get(LOOP_LEFT_NAME, False))
 
     def look(self) -> tuple[Walk, Mapping[str, Known], Inspector]:
         """What modules and optimizers hold now, by name, and who says what a tensor is."""
@@ -181,22 +188,32 @@ class StateTree:
         return walk, sink.found, self._inspector
 
     @torch.no_grad()
-    def local_digests(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, offsets and hash of each tracked local tensor, by name; RNGs left out.
+    def local_digests(self) -> list[DigestRow]:
+        """Name, offsets and hash of each tracked local tensor as it is now, by name; RNGs left out.
 
         Ranks that hold the same part of a tensor (replicas) return the same row.
         """
-        own = tuple(private_name(self.rank, part) for part in ("rng.", "modules."))
         sink = self._sink()
         Walk(self._objects).everything(sink)
         rows = []
         for name, known in sorted(sink.found.items()):
-            if not name.startswith(own):
+            if not self._is_own(name):
                 raw = bytearray(known.spec.size_bytes)
                 over(memoryview(raw), known.spec).copy_(known.local)
-                digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
-                rows.append((name, known.spec.offsets, digest))
+                rows.append((name, known.spec.offsets, _hash(raw)))
         return rows
+
+    def digests_in(self, source: Views) -> list[DigestRow]:
+        """The same of what a snapshot of these objects holds."""
+        entries = sorted(source.layout.entries, key=lambda entry: entry.name)
+        return [
+            (entry.name, entry.offsets, _hash(source.view(entry)))
+            for entry in entries
+            if not self._is_own(entry.name)
+        ]
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(tuple(private_name(self.rank, p) for p in ("rng.", "modules.")))
 
     def _present_walk(self) -> Walk:
         if self._walk is None or not self._walk[0].is_same():
@@ -222,3 +239,7 @@ class StateTree:
         if here != wanted:
             names = [n for n in sorted(here | wanted) if here.get(n) != wanted.get(n)][:3]
             raise StateError(f"after restoring, these tensors do not match the snapshot: {names}")
+
+
+def _hash(data: bytearray | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
