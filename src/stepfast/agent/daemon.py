@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import socket
 from collections.abc import Callable, Iterable
@@ -67,7 +68,8 @@ from stepfast.core.outputs import (
     WriteSlot,
 )
 from stepfast.core.terms import NodeId, Rank, SnapshotId
-from stepfast.errors import OperatingError, StepfastError
+from stepfast.errors import ConfigError, OperatingError, StepfastError
+from stepfast.health import limits
 from stepfast.runtime.descendants import read_process
 from stepfast.runtime.driver import Driver
 from stepfast.runtime.ports import Clock
@@ -172,7 +174,8 @@ class Agent:
         slot_root = Path(self._driver.state.slot_root)
         finish = self._driver.state.finish
         is_wanted = finish is not None and finish.keep_memory
-        if is_wanted or memory.has_set_aside(slot_root):
+        is_needed = is_wanted and not memory.holds_nothing(slot_root.parent)
+        if is_needed or memory.has_set_aside(slot_root):
             (slot_root.parent / KEPT_MARK).touch(mode=0o600)
             return
         # An orderly end of the job leaves nothing.
@@ -190,6 +193,14 @@ class Agent:
             if self._clock.monotonic() - looked_at >= _LOOK_S:
                 looked_at = self._clock.monotonic()
                 self._tail.look()
+                self._mend_memory()
+
+    def _mend_memory(self) -> None:
+        """For the next run: ranks lay their slots anew, and say so."""
+        settings = self._settings
+        if settings is not None:
+            with contextlib.suppress(OSError):  # no room, or taken away again: the next look's
+                memory.mend(Path(self._driver.state.slot_root), _layout_of(settings))
 
     def _feed(self, given: NodeInput) -> None:
         self._driver.feed(given)
@@ -220,6 +231,9 @@ class Agent:
             except OSError as error:
                 self._fail(OperatingError(f"cannot prepare this node: {error}"))
                 return
+            except StepfastError as error:
+                self._fail(error)
+                return
         elif isinstance(message, StartGeneration):
             memory.remove_set_aside(Path(self._driver.state.slot_root))
         is_question = isinstance(message, ProbeRanks)
@@ -232,11 +246,14 @@ class Agent:
 
     def _prepare(self, settings: JobSettings) -> None:
         """The first welcome: directories, zygote."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        too_few = limits.too_few_files(soft, settings.nproc_per_node, settings.world_size)
+        if too_few is not None:
+            raise ConfigError(too_few)
         job = job_slots(settings.memory_dir, settings.job_id)
         slot_root = job / f"node-{self._node_id}"
         slot_root.parent.mkdir(mode=0o700, exist_ok=True)
-        layout = f"{settings.world_size} ranks, {settings.nproc_per_node} per node"
-        problem = memory.settle_layout(slot_root, layout)
+        problem = memory.settle_layout(slot_root, _layout_of(settings))
         (slot_root.parent / KEPT_MARK).unlink(missing_ok=True)
         log_root = Path(settings.job_dir) / "logs"
         log_root.mkdir(parents=True, exist_ok=True)
@@ -426,6 +443,10 @@ class Agent:
             return
         self._store_failures = 0
         self._feed(StoreReady(port))
+
+
+def _layout_of(settings: JobSettings) -> str:
+    return f"{settings.world_size} ranks, {settings.nproc_per_node} per node"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -12,6 +12,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -178,14 +179,15 @@ class DurableWork:
 
     def _commit(self, order: CommitShards) -> NodeInput:
         began = time.monotonic()
-        removed: frozenset[SnapshotId] = frozenset()
+        removed, vanished = frozenset[SnapshotId](), frozenset[SnapshotId]()
         reason = None
         try:
             commit(self._store(), self._manifest(order))
-            removed = self._remove_old(order)
+            removed, vanished = self._remove_old(order)
         except (OSError, StepfastError) as error:
             reason = str(error)
-        return self._ended(order, began, reason=reason, removed=removed)
+        ended = self._ended(order, began, reason=reason, removed=removed)
+        return replace(ended, vanished=vanished)
 
     def _ended(
         self,
@@ -219,19 +221,26 @@ class DurableWork:
             user=settings.checkpoints.user,
         )
 
-    def _remove_old(self, order: CommitShards) -> frozenset[SnapshotId]:
-        """What fails here is tried again behind the next commit."""
+    def _remove_old(
+        self, order: CommitShards
+    ) -> tuple[frozenset[SnapshotId], frozenset[SnapshotId]]:
+        """What was removed, and what was gone already. What fails here is tried again behind the
+        next commit.
+        """
+        vanished = frozenset[SnapshotId]()
         settings = self._settings.checkpoints
         retention = Retention(
             keep_last=settings.keep_last, keep_every_steps=settings.keep_every_steps
         )
         try:
             protected = order.in_flight | {order.checkpoint}
-            removed = catalog.prune(self._store(), retention, protected=protected)
+            seen = catalog.survey(self._store())
+            vanished = seen.lacks(order.known)
+            removed = catalog.prune(self._store(), retention, protected=protected, seen=seen)
             catalog.sweep_unfinished(self._store(), in_flight=order.in_flight)
         except (OSError, StepfastError):
-            return frozenset()
-        return frozenset(removed)
+            return frozenset(), vanished
+        return frozenset(removed), vanished
 
 
 def _try_to_write(store: CheckpointStore, node: str) -> None:

@@ -3,6 +3,8 @@
 Owns: whether what a killed run left there is of this layout; setting it aside where it is not.
 Does not own: the slots themselves (`checkpoint.arena`), what the job resumes from (`core`).
 
+A directory that another process removes while the job runs is made again.
+
 Invariants: slots of another layout are never seen by a rank; they are removed only when the job has
 chosen where it goes on, and are there again for a run of their own layout until then.
 """
@@ -42,6 +44,20 @@ def settle_layout(slot_root: Path, layout: str) -> str | None:
 def has_slots(slot_root: Path) -> bool:
     """Whether the ranks of this layout left anything."""
     return _newest_step(slot_root) is not None
+
+
+def mend(slot_root: Path, layout: str) -> None:
+    """Say again whose the directory is, where another process removed it or that word."""
+    if (slot_root / _LAYOUT_FILE).exists():
+        return
+    for directory in (slot_root.parent, slot_root):
+        directory.mkdir(mode=0o700, exist_ok=True)
+    (slot_root / _LAYOUT_FILE).write_text(f"{layout}\n")
+
+
+def holds_nothing(job_slots: Path) -> bool:
+    """Whether no node of this machine left a slot of the job, of whatever layout."""
+    return all(_newest_step(node) is None for node in job_slots.glob("node-*"))
 
 
 def has_set_aside(slot_root: Path) -> bool:

@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from functools import partial
 from threading import Lock
@@ -66,6 +66,13 @@ class Survey(msgspec.Struct, frozen=True):
     manifests: tuple[Manifest, ...]
     damaged: tuple[Finding, ...]
     unfinished: tuple[SnapshotId, ...]
+
+
+    def lacks(self, known: Iterable[SnapshotId]) -> frozenset[SnapshotId]:
+        """Which of these checkpoints are not there at all; a damaged one is."""
+        there = {_manifest_name(manifest.snapshot) for manifest in self.manifests}
+        there.update(finding.name for finding in self.damaged)
+        return frozenset(s for s in known if _manifest_name(s) not in there)
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,9 +183,14 @@ def prune(
     *,
     protected: Collection[SnapshotId] = (),
     dry_run: bool = False,
+    seen: Survey | None = None,
 ) -> list[SnapshotId]:
-    """Remove what need not stay and is not `protected`; returns what that was, oldest first."""
-    surplus = [s for s in retention.surplus(committed(store)) if s not in protected]
+    """Remove what need not stay and is not `protected`; returns what that was, oldest first.
+
+    `seen`: what the store holds, for whom has just looked.
+    """
+    there = [m.snapshot for m in (survey(store) if seen is None else seen).manifests]
+    surplus = [s for s in retention.surplus(there) if s not in protected]
     for snapshot in () if dry_run else surplus:
         _remove(store, snapshot)
     return surplus

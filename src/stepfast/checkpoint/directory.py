@@ -154,14 +154,16 @@ class DirectoryStore:
                 self._sync_foreign(above)
             self._is_anchored = True
 
-    def _make_directory(self, path: str) -> None:
+    def _make_directory(self, path: str, *, is_again: bool = False) -> None:
         try:
             self._disk.make_directory(path)
         except FileExistsError:
             pass  # perhaps by another process, a moment ago: then nothing says that it is durable
         except FileNotFoundError:
+            if is_again:
+                raise  # what is above is there now: nothing can be made here, as below /proc
             self._make_directory(os.path.dirname(path))
-            self._make_directory(path)
+            self._make_directory(path, is_again=True)
             return
         if path.startswith(f"{self.url}{os.sep}"):
             self._disk.sync_directory(os.path.dirname(path))

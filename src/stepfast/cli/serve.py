@@ -16,8 +16,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import stepfast
+from stepfast.agent import memory
 from stepfast.agent.daemon import KEPT_MARK, Agent, Script
 from stepfast.checkpoint.arena import job_slots
 from stepfast.cli.check import Outlook, check_settings, look_ahead, obstacles, table
@@ -27,7 +29,6 @@ from stepfast.coordinator.journal import (
     History,
     Journal,
     is_held,
-    read_events,
     read_history,
 )
 from stepfast.coordinator.server import JobServer
@@ -154,7 +155,7 @@ async def _serve_job(
 def _keep_memory(slots: Path) -> None:
     """For a node of this machine whose agent cannot say it any more."""
     with contextlib.suppress(OSError):
-        if slots.is_dir():
+        if not memory.holds_nothing(slots):
             (slots / KEPT_MARK).touch(mode=0o600)
 
 
@@ -162,16 +163,15 @@ def _conclude(
     end: JobEnd | None, journal: Journal, voice: _Voice, config: JobConfig, *, is_check: bool
 ) -> int:
     """The summary, and the last words: traceback and one line of cause."""
+    summary = summarize(journal.events())
     journal.close()
-    summary = summarize(read_events(journal.directory / EVENTS_FILE))
-    write_summary(journal.directory / SUMMARY_FILE, summary)
-    if config.summary:
-        write_summary(Path(config.summary), summary)
+    places = [journal.directory / SUMMARY_FILE, *([Path(config.summary)] if config.summary else [])]
+    unwritten = [text for path in places if (text := _try_write_summary(path, summary)) is not None]
     if end is None:
         return 1
     for fault_text in _never_fired(config, journal.directory):
         voice.say(f"--fault {fault_text} never fired: its step or place was not reached")
-    if not is_check:  # which removes its own
+    if not is_check and journal.directory.exists():  # a check removes its own
         voice.say(f"records in {journal.directory}")
     if end.status == "failed":
         fault = end.fault
@@ -181,7 +181,18 @@ def _conclude(
             voice.say_last(fault.log_tail)
         where = f"rank {fault.rank}: " if fault is not None and fault.rank is not None else ""
         voice.say_last(f"stepfast: job failed: {where}{end.reason}")
-    return end.exit_code
+    for text in unwritten:
+        voice.say_last(f"stepfast: the job has {end.status}, but {text}")
+    return end.exit_code or (EXIT_TRY_AGAIN if unwritten else EXIT_FINISHED)
+
+
+def _try_write_summary(path: Path, summary: dict[str, Any]) -> str | None:
+    """Write it; why it could not be (the job directory was removed, the disk is full)."""
+    try:
+        write_summary(path, summary)
+    except OSError as error:
+        return f"its summary cannot be written to {path}: {error.strerror}"
+    return None
 
 
 def _never_fired(config: JobConfig, job_dir: Path) -> list[str]:

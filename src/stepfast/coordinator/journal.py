@@ -88,6 +88,10 @@ class Journal:
         except OSError as error:
             raise OperatingError(f"cannot write {EVENTS_FILE}: {error.strerror}") from error
 
+    def events(self) -> list[EventLine]:
+        """All of the log, also where somebody removed the file meanwhile."""
+        return read_events(Path(f"/proc/self/fd/{self._file.fileno()}"))
+
     def close(self) -> None:
         """Everything on the disk, the lock given back."""
         self._file.close()

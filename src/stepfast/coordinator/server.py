@@ -34,7 +34,7 @@ from stepfast.core.job_state import (
 from stepfast.core.messages import MESSAGE_BYTES_MAX, PROTOCOL_VERSION, FromCoordinator, Hello
 from stepfast.core.outputs import EndProcess, Output, Persist, Record, SendToNode
 from stepfast.core.terms import NodeId
-from stepfast.errors import OperatingError
+from stepfast.errors import OperatingError, StepfastError
 from stepfast.events import Event, JobOpened, Note
 from stepfast.observe.console import Progress, line_of
 from stepfast.runtime.driver import Driver
@@ -256,13 +256,16 @@ class JobServer:
 
     def _feed(self, given: JobInput) -> None:
         """One step. What fails here (a full disk, a broken invariant) ends this process, not a
-        peer.
+        peer; from then on nothing more is decided.
         """
+        if self._fatal.done():
+            return
         try:
             self._driver.feed(given)
+        except StepfastError as error:
+            self._fatal.set_exception(error)  # one line, said by the process's end
         except BaseException as error:
-            if not self._fatal.done():
-                self._fatal.set_exception(error)
+            self._fatal.set_exception(error)
             raise
 
     # --- the machine's hands ---------------------------------------------------------------------

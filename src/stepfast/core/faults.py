@@ -40,6 +40,7 @@ class ErrorClass(StrEnum):
     DEVICE = "device"
     MEMORY = "memory"
     IO = "io"
+    ROOM = "room"  # the node's memory is too small for the snapshots
     CHECKPOINT = "checkpoint"  # a committed checkpoint is damaged: another one may be whole
     STATE = "state"  # state that cannot be read, or does not fit what the script tracks
 

@@ -37,12 +37,19 @@ from stepfast.core.placement import ranks_of
 from stepfast.core.recovery import choose_step
 from stepfast.core.terms import NodeId, SnapshotId, Step
 from stepfast.errors import EXIT_TRY_AGAIN
-from stepfast.events import CheckpointCommitted, CheckpointLost, CheckpointRejected, Note
+from stepfast.events import (
+    CheckpointCommitted,
+    CheckpointLost,
+    CheckpointRejected,
+    CheckpointsVanished,
+    Note,
+)
 
 _ANNOUNCED_AHEAD_S = 1.0  # heartbeats and orders take so long, at the most, on the way
 _MARGIN_STEPS_MAX = 1024
 _ABSENT_LIMIT_S = 10.0  # an ending job waits so long for nodes that lost their connection
-_LAST_STEP_HINT = "make room or reach the store, and run again: the state is kept in memory"
+_KEPT_HINT = "make room or reach the store, and run again: the state is kept in memory"
+_LOST_HINT = "no memory holds it: run again, from what is committed"
 
 
 def shard_written(turn: Turn, message: ShardWritten) -> None:
@@ -129,7 +136,11 @@ def committed(turn: Turn, node: NodeId, message: CommitDone) -> None:
                 seconds=message.seconds,
             )
         )
-    turn.update(durable=durable.done(message.checkpoint, message.removed))
+        if message.vanished:
+            steps = tuple(c.step for c in message.vanished)
+            turn.record(CheckpointsVanished(steps=steps, url=turn.state.settings.checkpoints.url))
+    gone = (*message.removed, *message.vanished)
+    turn.update(durable=durable.done(message.checkpoint, gone))
     _tell_what_is_held(turn, besides=node)
     commit_if_whole(turn)
 
@@ -297,8 +308,15 @@ def last_step_is_settled(turn: Turn) -> bool:
     reason = state.durable.failure(step)
     if reason is not None:
         what = f"step {step} is done but could not be made durable: {reason}"
-        turn.end("failed", EXIT_TRY_AGAIN, f"{what} ({_LAST_STEP_HINT})")
+        hint = _KEPT_HINT if _is_in_memory(turn, step) else _LOST_HINT
+        turn.end("failed", EXIT_TRY_AGAIN, f"{what} ({hint})")
     return False
+
+
+def _is_in_memory(turn: Turn, step: Step) -> bool:
+    """Whether every rank's slots hold the step, as far as their nodes have seen."""
+    ranks = turn.state.membership.ranks.values()
+    return all(any(s.step == step for s in report.snapshots) for report in ranks)
 
 
 # --- an ending job -------------------------------------------------------------------------------
@@ -358,6 +376,6 @@ def _drain_slots(turn: Turn) -> None:
 
 
 def _end_drain(turn: Turn, reason: str) -> None:
-    text = f"the newest state could not be made durable: {reason}; it is kept in memory"
+    text = f"the newest state could not be made durable: {reason}; memory is left as it is"
     turn.record(Note(topic="checkpoint", text=text))
     turn.end_drain(keep_memory=True)

@@ -235,13 +235,16 @@ class CheckpointMissed(_Message, frozen=True, kw_only=True):
 
 
 class CommitDone(_Message, frozen=True, kw_only=True):
-    """The manifest is in the store; what need not be kept beside it was `removed`."""
+    """The manifest is in the store; what need not be kept beside it was `removed`, and what
+    `vanished` was removed by somebody else, or the store is another one by now.
+    """
 
     checkpoint: SnapshotId
     name: str
     size_bytes: int
     seconds: float
     removed: tuple[SnapshotId, ...] = ()
+    vanished: tuple[SnapshotId, ...] = ()
 
 
 class StoreRefused(_Message, frozen=True, kw_only=True):

@@ -100,7 +100,8 @@ def commit(turn: NodeTurn, order: CommitCheckpoint) -> None:
     else:
         turn.update(committing=(*turn.state.committing, order.checkpoint))
         in_flight = {x for r in turn.state.ranks.values() for x in r.in_flight}
-        turn.emit(CommitShards(order.checkpoint, order.shards, frozenset(in_flight)))
+        known = frozenset(turn.state.checkpoints or ())
+        turn.emit(CommitShards(order.checkpoint, order.shards, frozenset(in_flight), known))
 
 
 def commit_ended(turn: NodeTurn, given: CommitEnded) -> None:
@@ -116,8 +117,9 @@ def commit_ended(turn: NodeTurn, given: CommitEnded) -> None:
         size_bytes=given.size_bytes,
         seconds=given.seconds,
         removed=tuple(sorted(given.removed)),
+        vanished=tuple(sorted(given.vanished)),
     )
-    known = set(turn.state.checkpoints or ()) - given.removed
+    known = set(turn.state.checkpoints or ()) - given.removed - given.vanished
     turn.update(committed=done, checkpoints=tuple(sorted(known | {given.checkpoint})))
     turn.tell(done)
 

@@ -250,13 +250,16 @@ class SlotNotWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitEnded:
-    """Input: a commit is done (`reason` None) or failed; `removed` were not to be kept."""
+    """Input: a commit is done (`reason` None) or failed; `removed` were not to be kept, `vanished`
+    were, and are no more.
+    """
 
     checkpoint: SnapshotId
     name: str
     size_bytes: int
     seconds: float
     removed: frozenset[SnapshotId] = frozenset()
+    vanished: frozenset[SnapshotId] = frozenset()
     reason: str | None = None
 
 

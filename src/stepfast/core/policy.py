@@ -98,7 +98,8 @@ class Repeat:
 def _signature(fault: Fault) -> Signature:
     error = fault.error
     kind, frame = ("", "") if error is None else (error.type, error.frame)
-    rank = None if _will_fail_again(fault) else fault.rank
+    is_of_all = _will_fail_again(fault) or (error and error.error_class is ErrorClass.ROOM)
+    rank = None if is_of_all else fault.rank
     return (fault.kind, rank, fault.step, kind, frame)
 
 
@@ -116,7 +117,7 @@ def decide(
         if repeat.count >= USER_BUG_TRIES:
             reason = f"{what} at step {fault.step}, {repeat.count} times with no new step between"
             return Decision(Action.END_USER_ERROR, reason)
-    if fault.error is not None and not job_has_stepped and _is_refusal(fault.error):
+    if fault.error is not None and _is_refusal(fault.error, repeat, job_has_stepped):
         return Decision(Action.END_TRY_AGAIN, fault.error.message)
     if not recovery_on:
         return Decision(
@@ -142,11 +143,16 @@ def _in_words(error: ExceptionReport) -> str:
     return f"{error.type}: {message[0] if message else ''}{where}"
 
 
-def _is_refusal(error: ExceptionReport) -> bool:
-    """stepfast's own refusal (no memory for the slots, say): it will not heal by trying again
-    here.
+def _is_refusal(error: ExceptionReport, repeat: Repeat, job_has_stepped: bool) -> bool:
+    """stepfast's own refusal: it will not heal by trying again here.
+
+    Before the first step that is any; later, too small a memory, where it came twice: what the
+    optimizer makes at its first step may be what there is no room for.
     """
-    return error.type.startswith("stepfast.") and error.error_class is ErrorClass.IO
+    if error.error_class is ErrorClass.ROOM:
+        return not job_has_stepped or repeat.count > 1
+    is_own = error.type.startswith("stepfast.") and error.error_class is ErrorClass.IO
+    return is_own and not job_has_stepped
 
 
 def _will_fail_again(fault: Fault) -> bool:

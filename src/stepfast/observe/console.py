@@ -11,6 +11,7 @@ from stepfast.events import (
     CheckpointCommitted,
     CheckpointLost,
     CheckpointRejected,
+    CheckpointsVanished,
     DecisionMade,
     Event,
     FaultSeen,
@@ -53,6 +54,12 @@ def line_of(event: Event) -> str | None:
         case CheckpointLost():
             reason = _first_line(event.reason)
             return f"no checkpoint of step {event.step}, training goes on: {reason}"
+        case CheckpointsVanished():
+            steps = ", ".join(map(str, event.steps))
+            return (
+                f"checkpoints vanished: those of steps {steps} are not in {event.url} any more"
+                " (deleted or renamed, or what was mounted there is not); new ones go there"
+            )
         case CheckpointRejected():
             return f"checkpoint of step {event.step} cannot be used: {_first_line(event.reason)}"
         case Recovered():

@@ -17,6 +17,7 @@ from stepfast.events import (
     CheckpointCommitted,
     CheckpointLost,
     CheckpointRejected,
+    CheckpointsVanished,
     EventLine,
     FaultSeen,
     GenerationOpened,
@@ -40,7 +41,7 @@ def summarize(lines: Iterable[EventLine]) -> dict[str, Any]:
         "pids": {},
         "generations": [],
         "recoveries": [],
-        "checkpoints": {"committed": 0, "lost": 0, "rejected": 0, "last_step": None},
+        "checkpoints": {"committed": 0, "lost": 0, "rejected": 0, "vanished": 0, "last_step": None},
         "failed_after_the_end": [],
         "faults": 0,
         "wall_s": 0.0,
@@ -74,6 +75,8 @@ def _take(summary: dict[str, Any], event: object) -> None:
             summary["checkpoints"]["last_step"] = event.step
         case CheckpointLost():
             summary["checkpoints"]["lost"] += 1
+        case CheckpointsVanished():
+            summary["checkpoints"]["vanished"] += len(event.steps)
         case CheckpointRejected():
             summary["checkpoints"]["rejected"] += 1
         case Recovered():

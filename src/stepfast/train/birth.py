@@ -76,7 +76,8 @@ def _settle(tag: str, agent_pid: int) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as the interpreter does: errors say it
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     gc.enable()
 
