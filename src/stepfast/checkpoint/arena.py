@@ -27,6 +27,7 @@ from stepfast.checkpoint.layout import Entry, Layout
 from stepfast.checkpoint.restore import ReadSlot, open_sealed, read_open_state, read_state
 from stepfast.core.terms import Generation, JobId, SnapshotId, Step
 from stepfast.errors import NoRoomError, OperatingError, StateError
+from stepfast.runtime.disk import occupy_standard_descriptors
 
 SLOT_COUNT_MAX = 16
 SLOTS_WITH_OVERLAP = 3
@@ -114,6 +115,7 @@ class Arena:
         self._layout: Layout | None = None
         self._paths = [directory / f"slot-{index}.safetensors" for index in range(slot_count)]
         _make_private(directory)
+        occupy_standard_descriptors()
         self._slots: list[Slot | None] = [_try_adopt(path) for path in self._paths]
 
     @property
@@ -191,6 +193,7 @@ class Arena:
 
     def _lay(self, index: int, layout: Layout) -> Slot:
         path = self._paths[index]
+        occupy_standard_descriptors()
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
         except OSError as error:
@@ -207,6 +210,9 @@ class Arena:
             mapped = _map(descriptor, layout.file_bytes, populate)
             return Slot(path, layout, mapped, os.fstat(descriptor))
         except OSError as error:
+            if error.errno == errno.EFBIG:
+                text = f"a slot has {layout.file_bytes} bytes; raise the limit, ulimit -f"
+                raise NoRoomError(f"{path}: {error.strerror}: {text}") from error
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise OperatingError(f"{path}: {error.strerror}") from error
             os.ftruncate(descriptor, 0)

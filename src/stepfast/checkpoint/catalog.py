@@ -67,7 +67,6 @@ class Survey(msgspec.Struct, frozen=True):
     damaged: tuple[Finding, ...]
     unfinished: tuple[SnapshotId, ...]
 
-
     def lacks(self, known: Iterable[SnapshotId]) -> frozenset[SnapshotId]:
         """Which of these checkpoints are not there at all; a damaged one is."""
         there = {_manifest_name(manifest.snapshot) for manifest in self.manifests}

@@ -38,6 +38,7 @@ _DAMAGED = (errno.EIO, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, e
 _ADVICE = {
     errno.ENOSPC: "; free some space there, keep fewer checkpoints, or choose another place",
     errno.EDQUOT: "; the quota is used up: keep fewer checkpoints, or choose another place",
+    errno.EFBIG: "; raise the limit of a file's size (ulimit -f)",
     errno.EROFS: "; choose a place for checkpoints that can be written to",
     errno.EACCES: "; give this user the right to it, or choose another place for checkpoints",
 }

@@ -171,7 +171,9 @@ def _conclude(
         return 1
     for fault_text in _never_fired(config, journal.directory):
         voice.say(f"--fault {fault_text} never fired: its step or place was not reached")
-    if not is_check and journal.directory.exists():  # a check removes its own
+    if not (journal.directory / EVENTS_FILE).exists():
+        voice.say(f"{EVENTS_FILE} was removed from {journal.directory} while the job ran")
+    elif not is_check:  # which removes its own
         voice.say(f"records in {journal.directory}")
     if end.status == "failed":
         fault = end.fault

@@ -151,13 +151,15 @@ class JobServer:
         waits: set[asyncio.Future[Any]] = {serving, ticking, ended, self._fatal}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         ticking.cancel()
-        for task in (self._fatal, ticking, serving):
-            if task.done() and not ended.done():
-                task.result()  # raises what broke it
-        await self._flush()
-        server.should_exit = True
-        await asyncio.wait({serving}, timeout=_CLOSE_LIMIT_S)
-        self._fatal.cancel()
+        try:
+            for task in (self._fatal, ticking, serving):
+                if task.done() and not ended.done():
+                    task.result()  # raises what broke it
+            await self._flush()
+        finally:
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=_CLOSE_LIMIT_S)
+            self._fatal.cancel()
 
     async def _tick(self) -> None:
         while True:

@@ -27,6 +27,16 @@ _RENAME_NOREPLACE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def occupy_standard_descriptors() -> None:
+    """Fill 0, 1 and 2 where a script closed them.
+
+    Else a file of ours would get such a number, and whatever the script prints be written to it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 class SystemDisk:
     """The kernel's own calls."""
 
