@@ -5,6 +5,7 @@ what a run of another layout left in memory.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 
 from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
+from stepfast.checkpoint.arena import job_slots
 from stepfast.checkpoint.catalog import committed, verify
 from stepfast.checkpoint.directory import DirectoryStore
+from stepfast.cli.run import _remove_slots
+from stepfast.config import JobConfig
 from stepfast.core.durable import CheckpointSettings
 from stepfast.core.messages import JobSettings
 from stepfast.core.node_state import (
@@ -85,11 +89,12 @@ class Agent:
         orders = [WriteSlot(Rank(rank), snap(step)) for rank in range(2)]
         return [self.do(lambda work: work.write(order)) for order in orders]
 
-    def save(self, step: int) -> CommitEnded:
+    def save(self, step: int, *known: int) -> CommitEnded:
+        """`known`: steps that the node knows to be committed."""
         told = self.write(step)
         shards = tuple(t.shard for t in told if isinstance(t, SlotWritten))
         assert len(shards) == 2, told
-        order = CommitShards(snap(step), shards, frozenset())
+        order = CommitShards(snap(step), shards, frozenset(), frozenset(map(snap, known)))
         ended = self.do(lambda work: work.commit(order))
         assert isinstance(ended, CommitEnded)
         return ended
@@ -177,3 +182,50 @@ def test_memory_of_another_layout_is_set_aside_until_the_job_has_chosen(agent: A
     memory.remove_set_aside(root)
     assert not memory.has_set_aside(root)
     assert memory.settle_layout(root, TWO) is None and not memory.has_slots(root)
+
+
+def test_checkpoints_that_somebody_removed_are_missed_at_the_next_commit(agent: Agent) -> None:
+    """One with its directory, one by its manifest; one that is damaged is there, and named
+    elsewhere.
+    """
+    for step in (5, 6, 7, 8):
+        assert agent.save(step, *range(5, step)).vanished == frozenset()
+    gone, torn, damaged, _ = manifests(agent)
+    shutil.rmtree(gone.parent)
+    torn.unlink()
+    damaged.write_bytes(b"")
+    assert agent.save(9, 5, 6, 7, 8).vanished == {snap(5), snap(6)}
+    agent.store.root.rename(agent.store.root.with_name("moved"))
+    ended = agent.save(10, 8, 9)
+    assert (ended.vanished, ended.reason) == ({snap(8), snap(9)}, None)
+
+
+def test_what_another_process_removed_from_memory_is_made_again(agent: Agent) -> None:
+    memory.settle_layout(agent.slot_root, TWO)
+    assert memory.holds_nothing(agent.slot_root.parent)
+    agent.seal(5)
+    assert not memory.holds_nothing(agent.slot_root.parent)
+    memory.mend(agent.slot_root, TWO)
+    assert agent.slot_root.exists() and not memory.holds_nothing(agent.slot_root.parent)
+    shutil.rmtree(agent.slot_root.parent)
+    memory.mend(agent.slot_root, TWO)
+    agent.seal(6)
+    assert memory.settle_layout(agent.slot_root, TWO) is None, "it is known whose they are"
+    assert memory.settle_layout(agent.slot_root, THREE) is not None
+    assert not memory.holds_nothing(agent.slot_root.parent), "set aside, they lie there too"
+
+
+def test_a_mark_alone_keeps_no_memory(agent: Agent, tmp_path: Path) -> None:
+    config = JobConfig(memory_dir=str(tmp_path))
+    (tmp_path / "job-id").write_text("job")
+    slots = job_slots(config.memory_dir, JobId("job"))
+    agent.slot_root = slots / "node-0"
+    for kept in (True, False):
+        slots.mkdir(exist_ok=True)
+        memory.mend(agent.slot_root, TWO)
+        (slots / "kept").touch()
+        if kept:
+            agent.seal(5)
+        _remove_slots(config, tmp_path)
+        assert slots.exists() is kept
+        shutil.rmtree(slots, ignore_errors=True)

@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepfast.checkpoint import layout as layouts
-from stepfast.checkpoint.arena import Arena, Slot, invalidate, needed_bytes, sealed_slots
+from stepfast.checkpoint.arena import (
+    Arena,
+    Slot,
+    invalidate,
+    needed_bytes,
+    sealed_slots,
+    slot_of,
+)
 from stepfast.checkpoint.layout import Layout, TensorSpec, parse_header
 from stepfast.checkpoint.restore import open_sealed
 from stepfast.core.terms import Generation, SnapshotId, Step
@@ -339,3 +346,39 @@ def _dying(
         return result
 
     return call
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_slots_that_another_process_removes_are_laid_anew(directory: Path, whole: bool) -> None:
+    """All with their directory, as systemd's RemoveIPC does, or one file, as a cleaner does."""
+    arena, layout = Arena(directory / "node" / "rank"), layout_of("weight")
+    for step in (1, 2):
+        take(arena, layout, step)
+    assert arena.drop_removed() == []
+    if whole:
+        shutil.rmtree(directory)
+    else:
+        (directory / "node" / "rank" / "slot-1.safetensors").unlink()
+    assert len(arena.drop_removed()) == (2 if whole else 1)
+    take(arena, layout, 3)
+    assert max(s.snapshot.step for s in sealed_slots(arena.directory)) == 3
+    for made in (directory, directory / "node", arena.directory) if whole else ():
+        assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_slot_that_another_file_took_the_name_of_is_removed(directory: Path) -> None:
+    arena = Arena(directory)
+    slot = take(arena, layout_of("weight"), 1)
+    copy = slot.path.with_name("copy")
+    copy.write_bytes(slot.path.read_bytes())
+    copy.replace(slot.path)
+    assert arena.drop_removed() == [slot.path]
+
+
+def test_who_looks_for_a_slot_of_a_removed_directory_hears_why(directory: Path) -> None:
+    directory.mkdir()
+    with pytest.raises(StateError, match=r"no slot holds step 5 any more$"):
+        slot_of(directory, snap(5))
+    directory.rmdir()
+    with pytest.raises(StateError, match="was removed while the job ran"):
+        slot_of(directory, snap(5))

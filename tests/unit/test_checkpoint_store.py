@@ -636,3 +636,10 @@ def test_only_what_nobody_will_commit_is_swept(slots: Slots) -> None:
     assert sweep_unfinished(store, generation=Generation(2)) == [snap(19), snap(30)]
     assert list(survey(store).unfinished) == [snap(15, 2), snap(40, 2)]
     assert committed(store) == [snap(20)] and verify(store, snap(20)) == []
+
+
+def test_where_no_directory_can_be_made_one_line_says_so() -> None:
+    """Below /proc the kernel says that something is missing, though what is above is there."""
+    store = DirectoryStore(Path("/proc/nothing/here"))
+    with pytest.raises(OperatingError, match=r"^/proc/nothing/here/a: No such file or directory$"):
+        store.put_if_absent("a", b"1")

@@ -86,7 +86,8 @@ class Journal:
             if durable:
                 os.fdatasync(self._file.fileno())
         except OSError as error:
-            raise OperatingError(f"cannot write {EVENTS_FILE}: {error.strerror}") from error
+            path = self.directory / EVENTS_FILE
+            raise OperatingError(f"cannot write {path}: {error.strerror}") from error
 
     def events(self) -> list[EventLine]:
         """All of the log, also where somebody removed the file meanwhile."""

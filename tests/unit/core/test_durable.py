@@ -282,6 +282,20 @@ def test_a_last_step_that_cannot_be_made_durable_is_no_success():
     (end,) = rig.all_of(JobEnded)
     assert (end.status, end.exit_code) == ("failed", EXIT_TRY_AGAIN)
     assert "step 9 is done but could not be made durable: no space left on device" in end.reason
+    assert "no memory holds it" in end.reason, "the slots were removed: nothing was reported"
+
+
+def test_a_last_step_that_memory_holds_is_said_to_be_kept():
+    rig = job()
+    for number in range(4):
+        rig.set_rank(number, snapshots=(at(1, 9),))
+        rig.returned(number)
+    rig.all_report()
+    rig.from_node(0, CheckpointFailed(checkpoint=at(1, 9), rank=Rank(0), reason="disk full"))
+    (end,) = rig.all_of(JobEnded)
+    assert end.reason.endswith(
+        "disk full (make room or reach the store, and run again: the state is kept in memory)"
+    )
 
 
 def test_a_job_without_a_store_or_without_a_step_waits_for_nothing():

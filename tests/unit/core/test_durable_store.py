@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
+
 from stepfast.core.durable import CheckpointSettings, Durable
-from stepfast.core.messages import CheckpointsHeld, CommitDone, NodeReport
+from stepfast.core.messages import CheckpointsHeld, CommitCheckpoint, CommitDone, NodeReport
 from stepfast.core.node_state import CheckpointsListed, CommitEnded, FromJob
-from stepfast.core.outputs import SendToNode
+from stepfast.core.outputs import CommitShards, SendToNode
 from stepfast.core.recovery import Lineage
 from stepfast.core.terms import Generation, SnapshotId, Step
+from stepfast.events import CheckpointsVanished
 from unit.core.rigs import JobRig, NodeRig
 
 STORE = CheckpointSettings(url="store", interval_steps=4)
@@ -76,3 +81,23 @@ def test_a_node_that_has_not_looked_yet_looks_itself():
     rig = NodeRig(checkpoints=STORE).connect()
     rig.feed(FromJob(CheckpointsHeld(checkpoints=(at(1, 8),))))
     assert rig.state.checkpoints is None
+
+
+def test_checkpoints_that_vanished_are_an_event_and_never_chosen():
+    rig = JobRig(checkpoints=STORE).start()
+    told = msgspec.structs.replace(done(8), vanished=(at(1, 4),))
+    for message in (done(4), told, told):
+        rig.from_node(0, message)
+    (event,) = rig.all_of(CheckpointsVanished)
+    assert (event.steps, event.url) == ((4,), "store")
+    assert rig.state.durable.committed == {at(1, 8)}
+
+
+def test_a_node_asks_for_what_it_knows_and_forgets_what_vanished():
+    rig = NodeRig(checkpoints=STORE).connect()
+    rig.feed(CheckpointsListed((at(1, 4), at(1, 8))))
+    rig.feed(FromJob(CommitCheckpoint(checkpoint=at(1, 12), shards=())))
+    (order,) = rig.now_of(CommitShards)
+    assert order.known == {at(1, 4), at(1, 8)}
+    rig.feed(replace(ended(12), vanished=frozenset({at(1, 4)})))
+    assert rig.state.checkpoints == (at(1, 8), at(1, 12))

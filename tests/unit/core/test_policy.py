@@ -167,3 +167,16 @@ def test_state_that_does_not_fit_is_tried_as_often_as_a_users_bug():
     assert decision(misfit, count=1).action is Action.RESTART_IN_PROCESS
     assert decision(misfit, count=2).action is Action.REPLACE_PROCESS
     assert decision(misfit, count=3).action is Action.END_USER_ERROR
+
+
+def test_too_small_a_memory_is_tried_once_more_and_no_third_time():
+    """The optimizer's state appears at the first step, and every rank may be the first to say."""
+    repeat = Repeat()
+    for rank, ends in ((0, False), (1, True)):
+        error = error_of(ErrorClass.ROOM, type="stepfast.errors.NoRoomError")
+        told = fault(FaultKind.EXCEPTION, step=1, rank=rank, error=error)
+        repeat = repeat.after(told)
+        budget = Budget(per_hour=30, tokens=5.0, at=0.0)
+        given = decide(told, repeat=repeat, budget=budget, recovery_on=True, job_has_stepped=True)
+        assert given.ends_job is ends
+    assert (given.action, given.reason) == (Action.END_TRY_AGAIN, error.message)
