@@ -21,6 +21,8 @@ import msgspec
 import xxhash
 
 from stepfast.checkpoint.commit import read_layout
+from stepfast.checkpoint.coverage import Coverage, listed
+from stepfast.checkpoint.layout import Layout
 from stepfast.checkpoint.manifest import (
     MANIFEST_BYTES_MAX,
     MANIFEST_FILE,
@@ -49,6 +51,7 @@ class Damage(StrEnum):
     SIZE = "size"  # it is cut, or longer than it was
     DIGEST = "digest"  # its bytes are not those that were written
     FOREIGN = "foreign"  # a file that the manifest does not name
+    INCOMPLETE = "incomplete"  # files that are whole have not all of a tensor, or other ones
     UNREADABLE = "unreadable"  # the store has it and cannot give it
 
 
@@ -107,7 +110,7 @@ def survey(store: CheckpointStore) -> Survey:
     """
     found = [s for name in store.directories() if (s := parse_checkpoint_name(name)) is not None]
     look = partial(_look_at, store)
-    read = in_parallel(look, sorted(found), SMALL_REQUESTS)
+    read = list(in_parallel(look, sorted(found), SMALL_REQUESTS))
     manifests = [m for m in read if isinstance(m, Manifest)]
     return Survey(
         manifests=tuple(sorted(manifests, key=lambda m: m.snapshot, reverse=True)),
@@ -164,9 +167,19 @@ def verify(
         for name in store.names(directory)
         if name not in known
     ]
-    count = _Count(manifest.size_bytes, progress)
-    found = in_parallel(lambda f: _verify_file(store, manifest, f, count), manifest.files, threads)
-    findings += [finding for finding in found if finding is not None]
+    count, coverage = _Count(manifest.size_bytes, progress), Coverage()
+    are_all_right = True
+    look = partial(_verify_file, store, manifest, count)
+    for found in in_parallel(look, manifest.files, threads):
+        if isinstance(found, Finding):
+            findings.append(found)
+            are_all_right = False
+        else:
+            coverage.add(found)
+    # Else what is missing together says nothing new.
+    if are_all_right and (problems := coverage.problems(manifest.tensors)):
+        text = f"its files are not all of it: {listed(problems)}"
+        findings.append(Finding(_manifest_name(snapshot), Damage.INCOMPLETE, text))
     return sorted(findings)
 
 
@@ -253,8 +266,8 @@ def _look_at(store: CheckpointStore, snapshot: SnapshotId) -> Manifest | Finding
 
 
 def _verify_file(
-    store: CheckpointStore, manifest: Manifest, file: ShardFile, count: _Count
-) -> Finding | None:
+    store: CheckpointStore, manifest: Manifest, count: _Count, file: ShardFile
+) -> Finding | Layout:
     name = f"{manifest.name}/{file.name}"
     try:
         size_bytes = store.size_bytes(name)
@@ -270,7 +283,7 @@ def _verify_file(
             return Finding(name, Damage.DIGEST, "it is the file of another checkpoint")
     except StateError as error:
         return Finding(name, Damage.UNREADABLE, str(error))
-    return None
+    return layout
 
 
 def _digest(store: CheckpointStore, name: str, size_bytes: int, count: _Count) -> str:

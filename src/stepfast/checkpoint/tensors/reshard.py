@@ -96,6 +96,8 @@ def restore(
     walk, live, inspector = tree.look()
     world = OtherWorld(checkpoint, rank=tree.rank, world_size=world_size, on_warning=on_warning)
     if world.is_same_size and _is_own_layout(checkpoint, tree.rank, walk, live, world):
+        if tree.rank == checkpoint.snapshot.step % world_size:
+            checkpoint.check_whole()  # by one rank: every file is asked for its header
         tree.restore_from(checkpoint.read_shard(tree.rank, counted))
         return Restored(is_resharded=False, read_bytes=count)
     plan = Planner(checkpoint, walk, live, inspector, world)
