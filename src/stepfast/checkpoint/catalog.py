@@ -6,6 +6,7 @@ Owns: listing, verifying, retention, sweeping. Does not own: who decides that a 
 Invariants:
 - A checkpoint is listed only if its manifest can be read and is that of its directory.
 - The newest one is never removed, nor are the last so many before it, nor what the caller protects.
+- A job removes what it committed itself, and what nobody committed; a person any.
 - Its manifest goes first: what is half removed does not exist, and the next sweep ends it.
 - Names that are not ours are never touched.
 """
@@ -36,7 +37,7 @@ from stepfast.checkpoint.manifest import (
 from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.checkpoint.writer import Progress, no_progress
-from stepfast.core.terms import Generation, SnapshotId
+from stepfast.core.terms import NO_GENERATION, Generation, SnapshotId
 from stepfast.errors import StateError
 
 VERIFY_PIECE_BYTES = 8 << 20
@@ -119,6 +120,12 @@ def survey(store: CheckpointStore) -> Survey:
     )
 
 
+def newest_generation(store: CheckpointStore) -> Generation:
+    """The newest one that anything of ours in the store has, committed or not."""
+    found = (parse_checkpoint_name(name) for name in store.directories())
+    return max((s.generation for s in found if s is not None), default=NO_GENERATION)
+
+
 def committed(store: CheckpointStore) -> list[SnapshotId]:
     """The checkpoints that exist, newest first: by generation, then by step."""
     return [manifest.snapshot for manifest in survey(store).manifests]
@@ -188,10 +195,16 @@ def prune(
     retention: Retention,
     *,
     protected: Collection[SnapshotId] = (),
+    job_id: str | None = None,
     dry_run: bool = False,
 ) -> list[SnapshotId]:
-    """Remove what need not stay and is not `protected`; returns what that was, oldest first."""
-    surplus = [s for s in retention.surplus(committed(store)) if s not in protected]
+    """Remove what need not stay and is not `protected`; returns what that was, oldest first.
+
+    With `job_id`, checkpoints that other jobs committed count for nothing, and stay.
+    """
+    manifests = survey(store).manifests
+    there = [m.snapshot for m in manifests if job_id in (None, m.job_id)]
+    surplus = [s for s in retention.surplus(there) if s not in protected]
     for snapshot in () if dry_run else surplus:
         _remove(store, snapshot)
     return surplus

@@ -17,6 +17,7 @@ _JOB = (
     "nodes",
     "nproc_per_node",
     "job_dir",
+    "job_id",
     "summary",
     "recovery",
     "hang",

@@ -95,11 +95,12 @@ def serve_coordinator(
     """
     outlook = None if check_of is None else _look_ahead(config, check_of)
     if outlook is not None:
-        config = replace(config, summary="")  # wherever it was set: a check leaves nothing
+        # Wherever they were set: a check leaves nothing, and is no part of the job.
+        config = replace(config, summary="", job_id="")
     clock = SystemClock()
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
     listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
-    journal = Journal(job_dir, clock)
+    journal = Journal(job_dir, clock, config.job_id)
     if not is_restarted:
         _refuse_finished(journal.history, job_dir)
     voice = _Voice(is_marked=is_marked)

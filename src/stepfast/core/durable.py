@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from stepfast.core.recovery import Lineage, RestorePlan, choose_step
-from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
+from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 
 CHECKPOINT_LIMIT_S = 3600.0  # writing or committing one may take so long; then it has failed
 # A job that ends may take so long to make its newest state durable: below the two minutes that a
@@ -84,15 +84,19 @@ class Durable:
     """What the job knows of its checkpoints."""
 
     committed: frozenset[SnapshotId] = frozenset()
+    below: Generation = NO_GENERATION  # the newest in which another job may have written
     rejected: frozenset[SnapshotId] = frozenset()  # found damaged when they were to be loaded
     shards: Mapping[SnapshotId, Mapping[int, ShardFile]] = field(default_factory=dict)
     failed: Mapping[SnapshotId, str] = field(default_factory=dict)
     commit: Commit | None = None
     announced: Announcement = Announcement()
 
-    def told_of(self, committed: Iterable[SnapshotId]) -> Durable:
+    def told_of(
+        self, committed: Iterable[SnapshotId], below: Generation = NO_GENERATION
+    ) -> Durable:
         """What a node found in the store."""
-        return replace(self, committed=_newest(self.committed.union(committed)))
+        everything = _newest(self.committed.union(committed))
+        return replace(self, committed=everything, below=max(self.below, below))
 
     def written(self, checkpoint: SnapshotId, shard: ShardFile) -> Durable:
         """One more shard."""
@@ -152,8 +156,8 @@ class Durable:
 
     @property
     def newest_generation(self) -> Generation:
-        """No generation of the job may have a number that a checkpoint in the store has."""
-        return max((c.generation for c in self.committed), default=Generation(0))
+        """No generation of the job may have a number that one of another job in the store has."""
+        return max((self.below, *(c.generation for c in self.committed)))
 
 
 def choose_source(
