@@ -15,7 +15,7 @@ from stepfast.checkpoint.arena import Arena
 from stepfast.checkpoint.directory import DirectoryStore
 from stepfast.checkpoint.owner import StoreOwner
 from stepfast.cli.check import Outlook, look_ahead, obstacles, table
-from stepfast.cli.tables import size_text, span
+from stepfast.cli.tables import span
 from stepfast.config import JobConfig
 from stepfast.coordinator.journal import History, Journal, is_held, read_job_id
 from stepfast.core.durable import CheckpointSettings
@@ -23,6 +23,7 @@ from stepfast.core.job_state import JobState
 from stepfast.core.messages import RankChecked, TrackedObject
 from stepfast.core.recovery import Lineage
 from stepfast.core.terms import Generation, JobId, Rank, Step
+from stepfast.observe.sizes import size_text
 from stepfast.runtime.clock import SystemClock
 from unit.core.rigs import JobRig
 from unit.stored_checkpoints import Slots, snap

@@ -32,7 +32,7 @@ from stepfast.checkpoint.catalog import survey
 from stepfast.checkpoint.manifest import checkpoint_name
 from stepfast.checkpoint.owner import StoreOwner, StoreTaken
 from stepfast.checkpoint.store import open_store
-from stepfast.cli.tables import aligned, size_text, span
+from stepfast.cli.tables import aligned, span
 from stepfast.config import JobConfig
 from stepfast.coordinator.journal import History, read_job_id
 from stepfast.core.durable import CheckpointSettings, Durable, choose_source, would_start_over
@@ -43,6 +43,7 @@ from stepfast.core.placement import node_of
 from stepfast.core.recovery import RestorePlan
 from stepfast.core.terms import JobId, Rank, SnapshotId
 from stepfast.errors import OperatingError
+from stepfast.observe.sizes import size_text
 
 _OF_A_NEW_JOB = "checkpoints/ in a new job directory"
 

@@ -71,6 +71,10 @@ examples:
   stepfast ckpt diff jobs/a jobs/b/checkpoints/step-000000050-gen-0001
   stepfast ckpt export jobs/a exported-model
   stepfast ckpt prune jobs/a --keep-last 3 --keep-every 1000 --dry-run
+exit codes:
+  0   done
+  1   verify found damage, diff a difference, or the store or a checkpoint cannot be read
+  78  the command cannot work as it was given
 """
 
 
