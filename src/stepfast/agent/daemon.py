@@ -54,6 +54,7 @@ from stepfast.core.node_state import (
     StoreUnusable,
 )
 from stepfast.core.outputs import (
+    CancelWrite,
     CommitShards,
     EndProcess,
     ForkRank,
@@ -184,7 +185,8 @@ class Agent:
         while True:
             await asyncio.sleep(_TICK_S)
             leaving = [r for r, local in self._driver.state.ranks.items() if local.is_leaving]
-            self._feed(NodeTick(self._stopped_of(leaving)))
+            writes = () if self._durable is None else self._durable.signs()
+            self._feed(NodeTick(self._stopped_of(leaving), writes))
             if self._clock.monotonic() - looked_at >= _LOOK_S:
                 looked_at = self._clock.monotonic()
                 self._tail.look()
@@ -332,7 +334,7 @@ class Agent:
                     self._end(self._process_of[rank].pid)
             case OpenStore():
                 self._spawn(asyncio.create_task(self._open_store()))
-            case ListCheckpoints() | WriteSlot() | CommitShards():
+            case ListCheckpoints() | WriteSlot() | CancelWrite() | CommitShards():
                 self._in_store(output)
             case EndProcess(exit_code):
                 if not self._exit.done():
@@ -340,13 +342,15 @@ class Agent:
             case _:
                 raise AssertionError(f"not a node's output: {output}")
 
-    def _in_store(self, order: ListCheckpoints | WriteSlot | CommitShards) -> None:
+    def _in_store(self, order: ListCheckpoints | WriteSlot | CancelWrite | CommitShards) -> None:
         assert self._durable is not None, "the store is named by the welcome"
         match order:
             case ListCheckpoints():
                 self._durable.list_checkpoints()
             case WriteSlot():
                 self._durable.write(order)
+            case CancelWrite():
+                self._durable.cancel(order)
             case CommitShards():
                 self._durable.commit(order)
 

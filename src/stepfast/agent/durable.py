@@ -22,7 +22,7 @@ from stepfast.checkpoint.catalog import Retention, Survey
 from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.manifest import Manifest, checkpoint_name
 from stepfast.checkpoint.store import CheckpointStore, open_store
-from stepfast.checkpoint.writer import write_slot
+from stepfast.checkpoint.writer import Pace, write_slot
 from stepfast.core.messages import JobSettings
 from stepfast.core.node_state import (
     CheckpointsListed,
@@ -31,13 +31,36 @@ from stepfast.core.node_state import (
     SlotNotWritten,
     SlotWritten,
     StoreUnusable,
+    WriteSigns,
 )
-from stepfast.core.outputs import CommitShards, WriteSlot
-from stepfast.core.terms import SnapshotId
-from stepfast.errors import StepfastError
+from stepfast.core.outputs import CancelWrite, CommitShards, WriteSlot
+from stepfast.core.terms import Rank, SnapshotId
+from stepfast.errors import StateError, StepfastError
 
+_REST_S = 1.0  # a write that is held to a rate rests for so long at a time
 _BROKEN = "an error of stepfast itself; the agent's output has its traceback"
 Feed = Callable[[NodeInput], None]
+
+
+class _Write:
+    """A write under way: its thread gives signs of life, the event loop may call it off."""
+
+    def __init__(self) -> None:
+        self.signs = 0
+        self.is_cancelled = False
+
+    def moved(self, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        """In the thread, between two calls of the store; raises where it shall end."""
+        self.signs += 1
+        if self.is_cancelled:
+            raise StateError("the write was called off")
+
+    def rest(self, seconds: float) -> None:
+        """Sleep, and give signs meanwhile."""
+        ends_at = time.monotonic() + seconds
+        while (left_s := ends_at - time.monotonic()) > 0:
+            time.sleep(min(left_s, _REST_S))
+            self.moved()
 
 
 class DurableWork:
@@ -49,6 +72,7 @@ class DurableWork:
         self._slot_root = slot_root
         self._feed = feed
         self._loop = asyncio.get_running_loop()
+        self._writes: dict[tuple[Rank, SnapshotId], _Write] = {}
         self._opened: CheckpointStore | None = None
         self._opening = threading.Lock()
 
@@ -59,7 +83,18 @@ class DurableWork:
     def write(self, order: WriteSlot) -> None:
         """A slot into the store."""
         broken = SlotNotWritten(order.rank, order.checkpoint, _BROKEN)
-        self._begin(f"write-{order.rank}", lambda: self._write(order), broken)
+        write = self._writes[order.rank, order.checkpoint] = _Write()
+        self._begin(f"write-{order.rank}", lambda: self._write(order, write), broken)
+
+    def cancel(self, order: CancelWrite) -> None:
+        """Its thread ends at the next piece. One that sits in a call of the store ends with it."""
+        write = self._writes.get((order.rank, order.checkpoint))
+        if write is not None:
+            write.is_cancelled = True
+
+    def signs(self) -> tuple[WriteSigns, ...]:
+        """What the writes under way have given so far."""
+        return tuple(WriteSigns(r, c, write.signs) for (r, c), write in self._writes.items())
 
     def commit(self, order: CommitShards) -> None:
         """The manifest, and the end of what need not be kept."""
@@ -75,9 +110,14 @@ class DurableWork:
                 given = work()
             finally:
                 if not self._loop.is_closed():
-                    self._loop.call_soon_threadsafe(self._feed, given)
+                    self._loop.call_soon_threadsafe(self._ended_with, given)
 
         threading.Thread(target=run, name=f"stepfast-{name}", daemon=True).start()
+
+    def _ended_with(self, given: NodeInput) -> None:
+        if isinstance(given, SlotWritten | SlotNotWritten):
+            self._writes.pop((given.rank, given.checkpoint), None)
+        self._feed(given)
 
     def _store(self) -> CheckpointStore:
         with self._opening:
@@ -119,8 +159,9 @@ class DurableWork:
             )
         return None
 
-    def _write(self, order: WriteSlot) -> NodeInput:
+    def _write(self, order: WriteSlot, write: _Write) -> NodeInput:
         began = time.monotonic()
+        pace = Pace(self._settings.checkpoints.bytes_per_s_max, sleep=write.rest)
         try:
             shard = write_slot(
                 self._store(),
@@ -128,7 +169,8 @@ class DurableWork:
                 order.checkpoint,
                 rank=order.rank,
                 world_size=self._settings.world_size,
-                bytes_per_s=self._settings.checkpoints.bytes_per_s_max,
+                pace=pace,
+                progress=write.moved,
             )
         except (OSError, StepfastError) as error:
             return SlotNotWritten(order.rank, order.checkpoint, str(error))

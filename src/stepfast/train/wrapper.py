@@ -115,7 +115,7 @@ class RankProcess:
             self._monitor.check()
             step = run.finish()
             host.finish_snapshots(step)
-            return MainReturned(step=step, digests=host.digests())
+            return MainReturned(step=step, digests=host.digests(step))
         except Interrupted as interrupted:
             forget_frames(interrupted)
             return MainInterrupted()

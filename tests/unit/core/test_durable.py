@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stepfast.core.durable import (
-    CHECKPOINT_LIMIT_S,
+    COMMIT_LIMIT_S,
     DRAIN_LIMIT_S,
     CheckpointSettings,
     Durable,
@@ -49,6 +49,7 @@ from stepfast.core.node_state import (
     SlotWritten,
     StoreUnusable,
 )
+from stepfast.core.node_writes import STALL_LIMIT_S
 from stepfast.core.outputs import (
     CommitShards,
     EndProcess,
@@ -164,7 +165,7 @@ def test_a_commit_that_takes_for_ever_is_given_up():
     rig = job()
     for number in range(4):
         written(rig, number, at(1, 8))
-    rig.tick(CHECKPOINT_LIMIT_S + 1.0)
+    rig.tick(COMMIT_LIMIT_S + 1.0)
     assert "not committed within" in rig.now_of(CheckpointLost)[0].reason
 
 
@@ -470,8 +471,8 @@ def test_a_failed_write_is_told_and_the_slot_let_go():
 def test_a_write_that_never_ends_is_given_up():
     rig = node_rig()
     rig.say(0, RankSealed(snapshot=at(1, 8)))
-    rig.tick(CHECKPOINT_LIMIT_S + 1.0)
-    assert "not written within" in rig.now_of(CheckpointFailed)[0].reason
+    rig.tick(STALL_LIMIT_S + 1.0)
+    assert "the store took nothing for" in rig.now_of(CheckpointFailed)[0].reason
 
 
 def test_the_fresh_process_keeps_the_slot_that_is_being_written():

@@ -26,6 +26,7 @@ from stepfast.checkpoint.tensors.fixed import Fixed
 from stepfast.checkpoint.tensors.flat import cut_state
 from stepfast.checkpoint.tensors.local import Inspector, Known, Part
 from stepfast.checkpoint.tensors.naming import (
+    LOOP_LEFT_NAME,
     OWN_NAME,
     Objects,
     ParameterNames,
@@ -111,14 +112,16 @@ class Walk:
         self._states: dict[str, _State] = {}
         self._tensors: dict[str, _Tensors] = {}
 
-    def everything(self, sink: Sink) -> bytes:
-        """Hand every tensor to `sink`, RNGs too; return the plain values."""
+    def everything(self, sink: Sink, *, loop_left: bool = False) -> bytes:
+        """Hand every tensor to `sink`, RNGs too; return the plain values. `loop_left` is one."""
         trees, modules = self._held(sink)
         for name, value in self.objects.items():
             if name not in trees and not isinstance(value, nn.Module | Tensor | torch.Generator):
                 state = value.state_dict()
                 trees[name] = _without_functions(state) if is_schedule(value) else state
-        own = {"modules": modules, "rng": _rng_states(self.objects)}
+        own: dict[str, object] = {"modules": modules, "rng": _rng_states(self.objects)}
+        if loop_left:
+            own[LOOP_LEFT_NAME] = True
         return plain.encode({**trees, OWN_NAME: own}, sink.leaf)
 
     def held(self, sink: Sink) -> None:
