@@ -33,6 +33,7 @@ _JOB = (
     "checkpoint_bytes_per_s",
     "checkpoint_metadata",
     "on_damage",
+    "start_fresh",
     "device",
     "memory_dir",
     "preload",

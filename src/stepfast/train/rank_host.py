@@ -207,6 +207,7 @@ class RankHost:
             tracked.tree,
             StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint),
             world_size=self.world_size,
+            start_fresh=order.settings.checkpoints.start_fresh,
             on_warning=lambda text: self.note("checkpoint", text),
             on_read=self._bytes_came(order),
         )
