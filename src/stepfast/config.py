@@ -92,7 +92,7 @@ class JobConfig:
     )
     start_fresh: tuple[str, ...] = _setting(
         (),
-        "a tracked object, or a part of one (model.head), that a checkpoint may lack: it then begins"
+        "a tracked object, or a part of one (model.head), that the checkpoint may lack: it then is"
         " as the script makes it; may be repeated",
     )
     device: str = _setting("auto", "cpu, cuda, or auto")

@@ -149,9 +149,7 @@ def _renamed(source: Source, selection: Selection) -> dict[str, str]:
                 if source.owners.get(name) == selection.tracked
             }
         return {name: name for name in source.tensors if name not in source.owners}
-    found = {
-        name: name.removeprefix(prefix) for name in source.tensors if name.startswith(prefix)
-    }
+    found = {name: name.removeprefix(prefix) for name in source.tensors if name.startswith(prefix)}
     return {name: new for name, new in found.items() if new}
 
 

@@ -3,8 +3,9 @@
 Owns: which store and checkpoint a person means; words and tables. Does not own: the store's work
 (`checkpoint`).
 
-Invariants: only `prune`, `export` and `import` change anything. Exit codes: 0; 1 where `verify` found damage,
-`diff` a difference, or the store failed; 78 for a command that cannot work.
+Invariants: only `prune`, `export` and `import` change anything. Exit codes: 0; 1 where `verify`
+found damage, `diff` a difference, a source is damaged, or the store failed; 78 for a command that
+cannot work.
 """
 
 from __future__ import annotations

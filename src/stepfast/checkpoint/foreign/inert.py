@@ -82,7 +82,7 @@ def read_inert(data: bytes, admitted: Collection[str], place: str) -> Any:
     # What the standard library and the stack raise for bytes that are no pickle, or a torn one.
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise StateError(f"{place}: it is no whole pickle ({_words(error)})") from error
-    raise StateError(f"{place}: it is cut: its pickle has no end")
+    raise AssertionError("pickletools ends with STOP, or raises")
 
 
 def _words(error: Exception) -> str:

@@ -18,14 +18,15 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from stepfast.checkpoint.layout import DTYPE_BYTES
 from stepfast.checkpoint.overlap import strides_of
 from stepfast.errors import OperatingError, StateError
 
 PIECE_BYTES = 4 << 20
-_FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # numbers of that size; what they mean does not matter
+# Numbers of that size; what they mean does not matter.
+_FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 Shape = tuple[int, ...]
 
@@ -89,7 +90,7 @@ def checked_tensor(
     boxes = {(part.offsets, part.shape): part for part in parts if 0 not in part.shape}
     for offsets, size in boxes:
         fits = len(offsets) == len(size) == len(shape) and all(
-            0 <= o and 0 < s and o + s <= whole
+            o >= 0 and s > 0 and o + s <= whole
             for o, s, whole in zip(offsets, size, shape, strict=True)
         )
         if not fits:
@@ -194,9 +195,7 @@ def _check_room(stored: Stored, size_bytes: int, what: str) -> None:
         raise StateError(f"{what}: {stored.path} has only {stored.size_bytes} bytes of it")
 
 
-def _place(
-    part: Part, stored: Stored, tensor: ForeignTensor, whole: memoryview, what: str
-) -> None:
+def _place(part: Part, stored: Stored, tensor: ForeignTensor, whole: memoryview, what: str) -> None:
     """Copy a part from its file to its place."""
     item_bytes = DTYPE_BYTES[tensor.dtype]
     target_strides = strides_of(tensor.shape)

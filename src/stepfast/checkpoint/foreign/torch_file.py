@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import zipfile
+import zlib
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple
 
 from stepfast.checkpoint.foreign.inert import Made, Name, Pairs, Persistent, read_inert
 from stepfast.checkpoint.foreign.source import (
@@ -32,6 +34,10 @@ from stepfast.errors import StateError
 PICKLE_BYTES_MAX = 1 << 30
 _LOCAL_HEADER_BYTES = 30  # of a zip's entry, without name and extra field
 _DEPTH_MAX = 100
+# What zipfile raises for bytes that are no zip, or a foolish one.
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, struct.error, zlib.error,
+)  # fmt: skip
 
 # torch's names of types; None: a type that stepfast does not keep.
 DTYPES: Final[dict[str, str | None]] = {
@@ -113,7 +119,7 @@ def find_tensor(path: Path, start: int, size_bytes: int, place: str) -> Found:
     archive = _Archive(path, start, size_bytes, place)
     found = archive.tensor(archive.read_pickle(), place)
     if found is None:
-        raise StateError(f"{place}: {path} has something else than a tensor at {start}")
+        raise StateError(f"{place}: {path} has no tensor at {start}")
     return found
 
 
@@ -143,29 +149,31 @@ class _Archive:
     """One zip of torch's, in a part of a file."""
 
     def __init__(self, path: Path, start: int, size_bytes: int, place: str) -> None:
-        self._path, self._start, self._place = path, start, place
+        self._path, self._start = path, start
+        self._place = place if place == str(path) else f"{place}: {path}"
         with OpenFile(path) as file:
             region = io.BufferedReader(_Region(file.descriptor, start, size_bytes))
             try:
                 self._read_directory(region)
-            except (zipfile.BadZipFile, OSError, NotImplementedError, EOFError) as error:
-                raise StateError(f"{place}: {path} is cut, or nothing that torch.save wrote") from (
-                    error
-                )
+            except _ZIP_ERRORS as error:
+                text = f"{self._place}: it is cut, or nothing that torch.save wrote"
+                raise StateError(text) from error
 
-    def _read_directory(self, region: io.BufferedReader) -> None:
+    def _read_directory(self, region: IO[bytes]) -> None:
         with zipfile.ZipFile(region) as archive:
             self._entries = {info.filename: info for info in archive.infolist()}
             names = [name for name in self._entries if name.endswith("/data.pkl")]
             if len(names) != 1:
-                raise StateError(f"{self._place}: {self._path} is no file of torch's")
+                raise StateError(f"{self._place}: it is no file of torch's")
             self._root = names[0].removesuffix("data.pkl")
-            if self._entries[names[0]].file_size > PICKLE_BYTES_MAX:
-                raise StateError(f"{self._place}: the pickle in {self._path} is too long")
+            pickled = self._entries[names[0]]
+            is_plain = pickled.compress_type == zipfile.ZIP_STORED
+            if not is_plain or pickled.file_size > PICKLE_BYTES_MAX:
+                raise StateError(f"{self._place}: its pickle is none of torch's")
             self._pickle = archive.read(names[0])
             order = self._root + "byteorder"
             if order in self._entries and archive.read(order) != b"little":
-                raise StateError(f"{self._place}: {self._path} is of a big-endian machine")
+                raise StateError(f"{self._place}: it is of a big-endian machine")
 
     def read_pickle(self) -> Any:
         return read_inert(self._pickle, ADMITTED, self._place)
@@ -200,14 +208,14 @@ class _Archive:
         name = kind if stated is None else stated
         types = _STORAGES if stated is None else DTYPES
         if not isinstance(name, Name) or name.text not in types:
-            raise StateError(f"{self._place}: a tensor in {self._path} has no type")
+            raise StateError(f"{self._place}: a tensor in it has no type")
         return types[name.text]
 
     def _storage(self, key: str) -> tuple[int, int]:
         """Where a storage's bytes begin in the file, and how many there are."""
         info = self._entries.get(f"{self._root}data/{key}")
         if info is None or info.compress_type != zipfile.ZIP_STORED:
-            raise StateError(f"{self._place}: {self._path} lacks the bytes of a tensor")
+            raise StateError(f"{self._place}: it lacks the bytes of a tensor")
         with OpenFile(self._path) as file:
             at = self._start + info.header_offset
             head = file.read(at, _LOCAL_HEADER_BYTES, self._place)

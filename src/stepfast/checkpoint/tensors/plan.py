@@ -87,7 +87,8 @@ class Planner:
                 self._plan_per_rank(name, value)
             elif name in self.tree:
                 self._plan_other(name, value)
-        rng, made = self._own["rng"], dict[str, bytes]()
+        rng: dict[str, Any] = self._own["rng"]
+        made: Mapping[str, bytes] = {}
         if not self._is_imported:
             rng, made = self._world.rng(self._walk.objects)
         self._own |= {"modules": self._modules, "rng": plain.replace_refs(rng, self._whole)}

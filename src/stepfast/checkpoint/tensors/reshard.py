@@ -84,8 +84,8 @@ def restore(
     StateError lists everything that is missing, unexpected or of another shape; if not `is_strict`
     it goes to `on_warning`, such live tensors and objects keep what they have, and the rest is
     restored. What `start_fresh` names, an object or a part of one, may be missing: it is left as it
-    is, with a warning. CheckpointDamaged where the checkpoint cannot be loaded. `on_read` is told of the
-    bytes as they come, between two reads of the calling thread; it may raise.
+    is, with a warning. CheckpointDamaged where the checkpoint cannot be loaded. `on_read` is told
+    of the bytes as they come, between two reads of the calling thread; it may raise.
     """
     count = 0
 
