@@ -31,6 +31,7 @@ from stepfast.checkpoint.foreign.source import ForeignTensor, Source, pieces
 from stepfast.checkpoint.foreign.torch_file import read_torch_file
 from stepfast.checkpoint.layout import Layout, TensorSpec
 from stepfast.checkpoint.manifest import (
+    MANIFEST_FILE,
     Manifest,
     ShardFile,
     checkpoint_name,
@@ -119,18 +120,17 @@ def import_checkpoint(
     layout, frame = _laid_out(tracked, {name: tensor for name, (_, tensor) in by_name.items()})
     directory, name = checkpoint_name(step, GENERATION), shard_name(0, 1)
     store.delete_remains(directory)  # of an import that was killed
-    with _nothing_left(store, directory):
-        with store.writer(f"{directory}/{name}", layout.file_bytes) as writer:
-            hashed = _Hashed(writer, layout.file_bytes, progress)
-            hashed.write(_sealed_header(layout, snapshot))
-            for entry in layout.entries:
-                old, tensor = by_name[entry.name]
-                for piece in pieces(source.place, old, tensor):
-                    hashed.write(piece)
-            hashed.write(frame)
-        assert hashed.done_bytes == layout.file_bytes, "every byte has its place"
-        file = hashed.shard(name, layout.digest)
-        return commit(store, _manifest(source, snapshot, file))
+    making = store.writer(f"{directory}/{name}", layout.file_bytes)
+    with _nothing_left(store, directory), making as writer:
+        hashed = _Hashed(writer, layout.file_bytes, progress)
+        hashed.write(_sealed_header(layout, snapshot))
+        for entry in layout.entries:
+            old, tensor = by_name[entry.name]
+            for piece in pieces(source.place, old, tensor):
+                hashed.write(piece)
+        hashed.write(frame)
+    assert hashed.done_bytes == layout.file_bytes, "every byte has its place"
+    return commit(store, _manifest(source, snapshot, hashed.shard(name, layout.digest)))
 
 
 def _is_dcp(path: Path) -> bool:
@@ -237,13 +237,13 @@ class _Hashed:
 
 @contextlib.contextmanager
 def _nothing_left(store: CheckpointStore, directory: str) -> Iterator[None]:
-    """What was begun is removed where it cannot be ended."""
+    """What was begun and cannot be ended is removed, but for what somebody else has committed."""
     is_done = False
     try:
         yield
         is_done = True
     finally:
-        if not is_done:
+        if not is_done and store.size_bytes(f"{directory}/{MANIFEST_FILE}") is None:
             store.delete_below(directory)
 
 

@@ -106,9 +106,9 @@ class Planner:
         saved = {*self.tree, *self._modules, *self._own["rng"]["generators"]} - {OWN_NAME}
         saved |= {name for name in self.wants.index if "." not in name}
         here = set(self._walk.objects)
-        self.misfits.missing += sorted(
-            name for name in here - saved if not self.misfits.may_begin_fresh(name)
-        )
+        self.misfits.missing += [
+            name for name in sorted(here - saved) if not self.misfits.may_begin_fresh(name)
+        ]
         for name in self._start_fresh:
             if name.partition(".")[0] not in here:
                 self.misfits.other.append(f"--start-fresh {name} is nothing that is tracked")
