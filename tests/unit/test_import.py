@@ -371,6 +371,10 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], object], int, str]] = {
             with_index(d, {"w": "model.safetensors", "v": "b.safetensors"}),
         ), 1, "b.safetensors, which does not have it",
     ),
+    "bins": (
+        lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), 78,
+        "give pytorch_model.bin itself",
+    ),
     "own": (lambda d: (d / "manifest.json").write_text("{}"), 78, "a checkpoint of stepfast's own"),
 }  # fmt: skip
 
@@ -506,7 +510,8 @@ def test_a_step_that_is_there_and_the_store_of_a_run_are_refused(tmp_path: Path,
 
 def test_a_missing_source_is_one_line(tmp_path: Path, run: Run) -> None:
     status, said = run("import", tmp_path / "nope", tmp_path / "store")
-    assert (status, said) == (78, f"stepfast: there is no {tmp_path / 'nope'}\n")
+    assert (status, said.count("\n")) == (78, 1)
+    assert said.startswith(f"stepfast: there is no {tmp_path / 'nope'};")
 
 
 def test_an_import_that_dies_anywhere_leaves_nothing_that_exists(tmp_path: Path) -> None:

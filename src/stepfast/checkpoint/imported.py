@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import xxhash
 
-from stepfast import __version__
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.blocks import BlockHasher
@@ -75,7 +74,7 @@ def open_source(path: Path) -> Source:
     if path.is_dir():
         return read_dcp(path) if _is_dcp(path) else read_hugging_face(path)
     if not path.exists():
-        raise ConfigError(f"there is no {path}")
+        raise ConfigError(f"there is no {path}; a source is a path of this machine")
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     return read_torch_file(path)
@@ -107,9 +106,11 @@ def import_checkpoint(
     *,
     tracked: str,
     step: int = 0,
+    version: str = "unknown",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
-    """Make the checkpoint of `step`; `progress(done, total)` is told the bytes.
+    """Make the checkpoint of `step`; `progress(done, total)` is told the bytes. `version` is
+    stepfast's, for people.
 
     ConfigError where the store has one of that step, or those of a run, which would go on from
     them. StateError where the source turns out damaged.
@@ -130,7 +131,7 @@ def import_checkpoint(
                 hashed.write(piece)
         hashed.write(frame)
     assert hashed.done_bytes == layout.file_bytes, "every byte has its place"
-    return commit(store, _manifest(source, snapshot, hashed.shard(name, layout.digest)))
+    return commit(store, _manifest(source, snapshot, hashed.shard(name, layout.digest), version))
 
 
 def _is_dcp(path: Path) -> bool:
@@ -191,14 +192,14 @@ def _sealed_header(layout: Layout, snapshot: SnapshotId) -> bytes:
     return header[: layouts.SEAL_START] + seal + header[layouts.SEAL_END :]
 
 
-def _manifest(source: Source, snapshot: SnapshotId, file: ShardFile) -> Manifest:
+def _manifest(source: Source, snapshot: SnapshotId, file: ShardFile, version: str) -> Manifest:
     return Manifest(
         job_id=JOB_ID,
         step=snapshot.step,
         generation=snapshot.generation,
         world_size=1,
         nproc_per_node=1,
-        stepfast_version=__version__,
+        stepfast_version=version,
         torch_version="none",
         created_at_s=time.time(),
         files=(file,),

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+import stepfast
 from stepfast.checkpoint.catalog import (
     Finding,
     Retention,
@@ -277,7 +278,13 @@ def _import(options: argparse.Namespace) -> int:
     bar = _Bar("import")
     store = _store_to_be(options.store)
     manifest = import_checkpoint(
-        source, chosen, store, tracked=selection.tracked, step=options.step, progress=bar.show
+        source,
+        chosen,
+        store,
+        tracked=selection.tracked,
+        step=options.step,
+        version=stepfast.__version__,
+        progress=bar.show,
     )
     bar.clear()
     url = f"{store.url}/{manifest.name}"

@@ -90,6 +90,8 @@ def _unindexed(directory: Path) -> list[str]:
             " or get the index too"
         )
     if not found:
+        for path in sorted(directory.glob("*.bin"))[:1]:
+            raise ConfigError(f"{directory} has no safetensors files; give {path.name} itself")
         raise ConfigError(
             f"{directory} has neither {INDEX_FILE}, {SINGLE_FILE} nor .metadata: it is no model's"
             " directory and no distributed checkpoint"
