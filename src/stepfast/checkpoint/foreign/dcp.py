@@ -83,7 +83,7 @@ class _Reader:
         self._wanted = _text_keys(metadata["state_dict_metadata"])
         self._where = self._storage(metadata["storage_data"])
         self._paths = _paths(metadata.get("planner_data"))
-        self._sizes: dict[Path, int] = {}
+        self._files: dict[str, tuple[Path, int]] = {}
 
     def source(self) -> Source:
         tensors, plain_values = {}, []
@@ -122,14 +122,19 @@ class _Reader:
             raise StateError(f"{self._place}: it does not say where {name} at {offsets} lies")
         if info.get("transform_descriptors"):
             raise StateError(f"{self._place}: {name} is compressed or encrypted: save it plainly")
-        path = inside(self._directory, str(info["relative_path"]))
-        if path not in self._sizes:
-            self._sizes[path] = file_bytes(path)
+        path, file_size = self._file(str(info["relative_path"]))
         start, size_bytes = int(info["offset"]), int(info["length"])
-        if start < 0 or size_bytes < 0 or start + size_bytes > self._sizes[path]:
+        if start < 0 or size_bytes < 0 or start + size_bytes > file_size:
             raise StateError(f"{path} is cut: {name} ends at {start + size_bytes}")
         chunk_here = _Chunk(path, start, size_bytes, name, dtype, shape)
         return Part(offsets, shape, partial(_find, str(self._directory), chunk_here))
+
+    def _file(self, name: str) -> tuple[Path, int]:
+        """A data file and its size; a thousand parts lie in each."""
+        if name not in self._files:
+            path = inside(self._directory, name)
+            self._files[name] = path, file_bytes(path)
+        return self._files[name]
 
 
 def _find(place: str, chunk: _Chunk) -> Stored:
