@@ -34,7 +34,8 @@ from stepfast.checkpoint.tensors.naming import (
     is_transparent,
     private_prefixes,
 )
-from stepfast.checkpoint.tensors.restoration import Restoration, Views
+from stepfast.checkpoint.tensors.restoration import Copy, Restoration, Views
+from stepfast.checkpoint.tensors.sources import from_views
 from stepfast.checkpoint.tensors.staging import (
     Aliases,
     Staging,
@@ -150,10 +151,13 @@ class StateTree:
         return targets
 
     @torch.no_grad()
-    def restore_from(self, source: Views, left_alone: Set[str] = frozenset()) -> None:
+    def restore_from(
+        self, source: Views, left_alone: Set[str] = frozenset(), copy: Copy | None = None
+    ) -> None:
         """Bring the tracked objects into the state of `source`; StateError: what does not fit.
 
-        Objects that are `left_alone` are in no state of `source`, and stay as they are.
+        Objects that are `left_alone` are in no state of `source`, and stay as they are. `copy`: in
+        the place of copies from its views.
         """
         try:
             tree = plain.decode(source.plain)
@@ -163,7 +167,8 @@ class StateTree:
         walk.held(sink)
         # Or tensors that the restored state has not would stay alive.
         self._known, self._walk, self._aliases = {}, None, Aliases()
-        Restoration(walk, sink.found, self._inspector, source, tree, left_alone).run()
+        copy = copy or from_views(source)
+        Restoration(walk, sink.found, self._inspector, source, tree, left_alone, copy).run()
         after = Sink(self._inspector, sink.found)
         Walk(self._objects).held(after)
         self._check_restored(after.found, source, left_alone)
