@@ -15,6 +15,7 @@ from cluster.conftest import Reference
 from cluster.harness import SCRIPTS, TINY, Job, finish, run_job, running
 from stepfast.checkpoint.catalog import committed, verify
 from stepfast.checkpoint.store import open_store
+from stepfast.cli.main import main
 from stepfast.core.terms import SnapshotId
 from stepfast.events import (
     CheckpointCommitted,
@@ -23,6 +24,7 @@ from stepfast.events import (
     GenerationOpened,
     JobEnded,
     NodeLeft,
+    Note,
 )
 
 ARGS = ("--steps", 40)
@@ -264,3 +266,14 @@ def test_a_write_that_hangs_holds_nobody(tmp_path: Path):
     skipped = job.of_type(CheckpointLost)
     assert skipped and "the one before is still being written" in skipped[0].reason
     assert checkpoints(job.directory / "checkpoints")[0].step == 40
+
+
+def test_weights_that_were_exported_start_another_job(half_way: Path, tmp_path: Path):
+    exported, store = tmp_path / "exported", tmp_path / "weights"
+    assert main(["ckpt", "export", str(half_way), str(exported)]) == 0
+    assert main(["ckpt", "import", str(exported), str(store)]) == 0
+    flags = ("--checkpoints", store, "--start-fresh", "optimizer")
+    job = run_job(tmp_path / "second", TINY, "--steps", 3, layout=(1, 1), flags=flags)
+    assert opened(job) == [(0, "checkpoint")]
+    assert any("has no optimizer" in event.text for event in job.of_type(Note))
+    assert [(s.step, s.generation) for s in checkpoints(store)] == [(3, 1), (0, 0)]

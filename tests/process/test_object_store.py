@@ -5,6 +5,7 @@ parts, retries, and errors that say what to change and give no secret away.
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import traceback
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from process.s3_server import (
     ACCESS_KEY,
@@ -218,6 +221,16 @@ def test_no_error_gives_a_secret_away(store: CheckpointStore, proxy: Proxy) -> N
         assert not any(secret in words for secret in (ACCESS_KEY, SECRET_KEY, SESSION_TOKEN))
         assert store.url in str(caught.value) and "\n" not in str(caught.value)
     assert proxy.refused >= len(calls)
+
+
+def test_weights_of_others_are_imported(store: CheckpointStore, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3_000_000)}, tmp_path / "w.safetensors")  # more than one part
+    assert main(["ckpt", "import", str(tmp_path / "w.safetensors"), store.url]) == 0
+    assert verify(store, snap(0, generation=0)) == []
+    assert main(["ckpt", "import", str(tmp_path / "w.safetensors"), store.url]) == 78
+    os.truncate(tmp_path / "w.safetensors", 9_000_000)
+    assert main(["ckpt", "import", str(tmp_path / "w.safetensors"), store.url, "--step", "1"]) == 1
+    assert store.directories() == ["step-000000000-gen-0000"]
 
 
 def test_what_is_missing_is_said(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:

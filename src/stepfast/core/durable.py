@@ -58,6 +58,7 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s_max: float | None = None  # of each rank; None: as fast as the store takes it
     user: dict[str, str] = {}  # what the user wants to be in the manifest
     is_strict: bool = False  # a damaged checkpoint ends the job instead of an older one being used
+    start_fresh: tuple[str, ...] = ()  # names of what a checkpoint may lack
 
     def is_due(self, step: Step) -> bool:
         """Whether the step is one of those that every rank makes durable by itself."""

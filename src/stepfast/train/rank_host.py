@@ -205,6 +205,7 @@ class RankHost:
             tracked.tree,
             stored,
             world_size=self.world_size,
+            start_fresh=order.settings.checkpoints.start_fresh,
             on_warning=lambda text: self.note("checkpoint", text),
             on_read=self._bytes_came(order),
         )
