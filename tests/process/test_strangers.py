@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import pickle  # noqa: TID251 - strangers send them
 import random
 import re
 import socket
 import struct
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -222,3 +225,50 @@ def test_a_newcomer_gets_in_while_silent_connections_hold_every_place(port: Port
             time.sleep(0.5)
         assert port.descriptors() < 20
     assert time.monotonic() - began < PATIENCE_S * 1.5
+
+
+STORE = """
+import sys
+from stepfast.train.storehost import open_server
+server, port = open_server("127.0.0.1")
+print(port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def store_port() -> Iterator[int]:
+    """That of a generation's store, in a process of its own as always."""
+    command = [sys.executable, "-c", STORE]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield int(process.stdout.readline())
+        assert process.poll() is None
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.kill()
+        process.wait()
+
+
+def test_noise_at_a_generations_store_disturbs_nobody_who_meets_there(store_port: int):
+    """What is no word of torch's; what a stranger can do who speaks it is torch's to say."""
+    from torch.distributed import TCPStore
+
+    chance = random.Random(1)
+    limit = datetime.timedelta(seconds=10)
+    inside = TCPStore("127.0.0.1", store_port, is_master=False, timeout=limit)
+    noise = [b"", b"GET / HTTP/1.1\r\n\r\n", pickle.dumps({"os": "system"}), bytes(1 << 20)]
+    noise += [chance.randbytes(chance.randrange(2000)) for _ in range(100)]
+    with contextlib.ExitStack() as opened:
+        for number, data in enumerate(noise):
+            sock = opened.enter_context(socket.create_connection(("127.0.0.1", store_port), 10))
+            with contextlib.suppress(OSError):
+                sock.sendall(data)
+            if number % 2:
+                sock.close()
+        inside.set("key", "among strangers")
+        newcomer = TCPStore("127.0.0.1", store_port, is_master=False, timeout=limit)
+        assert newcomer.get("key") == b"among strangers"

@@ -24,7 +24,7 @@ from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
 from stepfast.agent.tail import LogTail, log_tail
-from stepfast.checkpoint.arena import job_slots, sealed_slots
+from stepfast.checkpoint.arena import job_slots, make_private, sealed_slots
 from stepfast.core import node
 from stepfast.core.messages import (
     FromCoordinator,
@@ -220,7 +220,7 @@ class Agent:
         if isinstance(message, Welcome) and self._settings is None:
             try:
                 self._prepare(message.settings)
-            except OSError as error:
+            except (OSError, OperatingError) as error:
                 self._fail(OperatingError(f"cannot prepare this node: {error}"))
                 return
         elif isinstance(message, StartGeneration):
@@ -237,7 +237,7 @@ class Agent:
         """The first welcome: directories, zygote."""
         job = job_slots(settings.memory_dir, settings.job_id)
         slot_root = job / f"node-{self._node_id}"
-        slot_root.parent.mkdir(mode=0o700, exist_ok=True)
+        make_private(slot_root.parent)
         layout = f"{settings.world_size} ranks, {settings.nproc_per_node} per node"
         problem = memory.settle_layout(slot_root, layout)
         (slot_root.parent / KEPT_MARK).unlink(missing_ok=True)
@@ -387,6 +387,9 @@ class Agent:
             "forked after the welcome"
         )
         log = Path(self._driver.state.log_root) / f"rank-{rank}-start-{incarnation}.log"
+        if log.is_symlink():
+            self._feed(ForkFailed(rank, incarnation, f"{log} is a link; remove it"))
+            return
         self._follow(rank, log)
         launch = RankLaunch(
             script=self._script.path,

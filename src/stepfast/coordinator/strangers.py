@@ -45,7 +45,8 @@ class Strangers:
         strangers = self
 
         class Watched(H11Protocol):
-            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in the class above
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                assert isinstance(transport, asyncio.Transport), "TCP goes both ways"
                 strangers.came(transport)
                 super().connection_made(transport)
 
