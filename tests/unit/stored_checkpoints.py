@@ -97,10 +97,11 @@ def in_memory(disk: TornDisk | None = None) -> tuple[DirectoryStore, TornDisk]:
 
 @contextlib.contextmanager
 def small_pieces() -> Iterator[None]:
-    """Several writes for each file, and the device asked to begin after the first; no threads."""
+    """Several writes for each file, past the page cache, and few threads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catalog, "SMALL_REQUESTS", 1)
         patch.setattr(commits, "SMALL_REQUESTS", 1)
         patch.setattr(writer, "PIECE_BYTES", 4096)
         patch.setattr(directory, "_WRITEBACK_BYTES", 4096)
+        patch.setattr(directory, "DIRECT_BYTES_MIN", 4096)
         yield

@@ -5,6 +5,7 @@ finds; which checkpoints stay.
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from stepfast.checkpoint.writer import Pace, write_slot
 from stepfast.core.terms import Generation, SnapshotId
 from stepfast.errors import ConfigError, OperatingError, StateError
 from stepfast.runtime.disk import SystemDisk
+from stepfast.runtime.ports import Buffer
 from unit.stored_checkpoints import ROOT, Slots, in_memory, manifest_of, small_pieces, snap
 from unit.torn_disk import Directory, File, TornDisk
 
@@ -75,6 +77,37 @@ def test_an_object_is_there_when_its_writer_is_left(store: CheckpointStore) -> N
     buffer = bytearray(4)
     store.read_into("a/b", 6, memoryview(buffer))
     assert buffer == b"orld"
+
+
+def whole_pages(count: int, seed: int) -> memoryview:
+    memory = memoryview(mmap.mmap(-1, count * mmap.PAGESIZE))
+    memory[:] = random.Random(seed).randbytes(len(memory))
+    return memory
+
+
+def test_a_large_object_has_all_its_bytes_however_they_came(store: CheckpointStore) -> None:
+    pages = whole_pages(300, 1)  # more than a megabyte
+    pieces = [pages[: 256 * mmap.PAGESIZE], pages[256 * mmap.PAGESIZE :], pages[1:100], pages[:5]]
+    with store.writer("large", sum(map(len, pieces))) as writer:
+        for piece in pieces:
+            writer.write(piece)
+    assert store.read("large") == b"".join(pieces)
+
+
+def test_what_refuses_direct_writes_late_gets_ordinary_ones() -> None:
+    class Strict(TornDisk):
+        """It takes the flag, and then no write with it."""
+
+        def write(self, descriptor: int, data: Buffer) -> int:
+            if descriptor in self._direct:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().write(descriptor, data)
+
+    pages = whole_pages(300, 2)
+    store = DirectoryStore(ROOT, Strict())
+    with store.writer("large", len(pages)) as writer:
+        writer.write(pages)
+    assert store.read("large") == bytes(pages)
 
 
 def test_an_error_leaves_what_was_there(store: CheckpointStore) -> None:

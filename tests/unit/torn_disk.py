@@ -7,6 +7,7 @@ fail, or to be the last one. `test_checkpoint_store.py` runs one contract over i
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ class TornDisk:
         self.has_links = True
         self.is_dead = False
         self._open: dict[int, File] = {}
+        self._direct: set[int] = set()
         self._next = 3
 
     # ------------------------------------------------------------------ what a test does to it
@@ -133,6 +135,8 @@ class TornDisk:
 
     def write(self, descriptor: int, data: Buffer) -> int:
         is_short = self._reach("write")
+        if descriptor in self._direct and len(data) % mmap.PAGESIZE:
+            raise _error(errno.EINVAL)
         count = max(1, len(data) // 2) if is_short else len(data)
         if self.bytes_max is not None:
             count = min(count, self.bytes_max - self._used_bytes())
@@ -141,6 +145,11 @@ class TornDisk:
         self._open[descriptor].data += bytes(data[:count])
         self._reached()
         return count
+
+    def write_past_cache(self, descriptor: int, wanted: bool) -> bool:
+        self._reach("write_past_cache")
+        (self._direct.add if wanted else self._direct.discard)(descriptor)
+        return True
 
     def start_writeback(self, descriptor: int, start: int, size_bytes: int) -> None:
         self._reach("start_writeback")
@@ -162,6 +171,7 @@ class TornDisk:
 
     def close(self, descriptor: int) -> None:
         self._check_alive()
+        self._direct.discard(descriptor)
         self._open.pop(descriptor)
 
     def rename(self, source: str, target: str) -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint.layout import Entry, Layout
-from stepfast.checkpoint.restore import read_open_state, read_state
+from stepfast.checkpoint.restore import ReadSlot, open_sealed, read_open_state, read_state
 from stepfast.core.terms import Generation, JobId, SnapshotId, Step
 from stepfast.errors import OperatingError, StateError
 
@@ -52,30 +52,30 @@ class Slot:
     def __init__(self, path: Path, layout: Layout, mapped: mmap.mmap) -> None:
         self.path = path
         self.layout = layout
-        self._mapped = mapped
+        self.mapped = mapped
 
     @property
     def snapshot(self) -> SnapshotId | None:
         """What the seal says now; None while there is none."""
-        return layouts.parse_seal(self._mapped[_SEAL], self.layout.digest)
+        return layouts.parse_seal(self.mapped[_SEAL], self.layout.digest)
 
     @property
     def memory(self) -> memoryview:
         """The whole file's bytes; they keep the mapping alive."""
-        return memoryview(self._mapped)
+        return memoryview(self.mapped)
 
     def unseal(self) -> None:
-        self._mapped[_SEAL] = layouts.UNSEALED
+        self.mapped[_SEAL] = layouts.UNSEALED
 
     def seal(self, snapshot: SnapshotId) -> None:
         """Say that the slot holds `snapshot`; every byte of it must be in place."""
         assert self.snapshot is None, f"{self.path} is sealed already"
-        self._mapped[_SEAL] = layouts.seal_bytes(snapshot, self.layout.digest)
+        self.mapped[_SEAL] = layouts.seal_bytes(snapshot, self.layout.digest)
 
     def view(self, entry: Entry) -> memoryview:
         """The writable bytes of one entry; they keep the mapping alive."""
         start = self.layout.data_start
-        return memoryview(self._mapped)[start + entry.start : start + entry.end]
+        return memoryview(self.mapped)[start + entry.start : start + entry.end]
 
     def write_plain(self, blob: bytes) -> None:
         """Put the plain values into their entry, with length and checksum."""
@@ -112,6 +112,16 @@ class Arena:
             if (snapshot := slot.snapshot) is not None
         ]
         return max(sealed)[2] if sealed else None
+
+    def read(self, snapshot: SnapshotId) -> ReadSlot:
+        """The slot that is sealed as `snapshot`; StateError: there is none.
+
+        Through this process's own mapping, which costs nothing: another one would have to be made.
+        """
+        for slot in self.slots:
+            if slot.snapshot == snapshot:
+                return ReadSlot(slot.path, slot.layout, snapshot, slot.mapped)
+        return open_sealed(slot_of(self.directory, snapshot), snapshot)
 
     def claim(self, layout: Layout) -> None:
         """From now on hand out slots of `layout`; space of slots not there yet is claimed at once.
@@ -165,7 +175,9 @@ class Arena:
             os.pwrite(descriptor, layout.header[8:], 8)
             os.pwrite(descriptor, layout.header[:8], 0)
             self.laid_count += 1
-            return Slot(path, layout, _map(descriptor, layout.file_bytes))
+            # Populated now, so that the first snapshot does not pay a page fault for every 4 KiB.
+            populate = getattr(mmap, "MAP_POPULATE", 0)
+            return Slot(path, layout, _map(descriptor, layout.file_bytes, populate))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise OperatingError(f"{path}: {error.strerror}") from error
@@ -260,11 +272,8 @@ def invalidate(
     return gone
 
 
-def _map(descriptor: int, size_bytes: int) -> mmap.mmap:
-    # Populated now, so that the first snapshot does not pay a page fault for every 4 KiB.
-    return mmap.mmap(
-        descriptor, size_bytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    )
+def _map(descriptor: int, size_bytes: int, flags: int = 0) -> mmap.mmap:
+    return mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED | flags)
 
 
 def _try_adopt(path: Path) -> Slot | None:

@@ -9,6 +9,7 @@ Invariant: the blocks of a file are all of `BLOCK_BYTES`, but for the last, whic
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import xxhash
 
@@ -56,10 +57,12 @@ class BlockHasher:
         self._in_block = 0
 
 
-def is_right(block: memoryview, number: int, digests: str) -> bool:
-    """Whether the block of that number has its checksum."""
-    stated = digests[number * _DIGITS : (number + 1) * _DIGITS]
-    return xxhash.xxh3_64_hexdigest(block) == stated
+def is_right(parts: Iterable[memoryview], number: int, digests: str) -> bool:
+    """Whether the block of that number, in its parts, has its checksum."""
+    found = xxhash.xxh3_64()
+    for part in parts:
+        found.update(part)
+    return found.hexdigest() == digests[number * _DIGITS : (number + 1) * _DIGITS]
 
 
 def is_whole(digests: str, size_bytes: int, block_bytes: int) -> bool:

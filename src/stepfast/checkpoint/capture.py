@@ -142,6 +142,12 @@ class Capture:
         """Whether a sealed slot has that step."""
         return any(s.snapshot is not None and s.snapshot.step == step for s in self._arena.slots)
 
+    def restore(self, snapshot: SnapshotId) -> None:
+        """Bring the tree into the state of a sealed slot; StateError where there is none, or it
+        does not fit.
+        """
+        self._tree.restore_from(self._arena.read(snapshot))
+
     def take(self, snapshot: SnapshotId) -> Captured:
         """Copy the state as it is now into a free slot; blocks until that is sealed as `snapshot`.
 

@@ -14,7 +14,9 @@ Invariants:
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import secrets
 from pathlib import Path
@@ -27,6 +29,8 @@ from stepfast.runtime.disk import SystemDisk
 from stepfast.runtime.ports import Buffer, Disk
 
 TEMPORARY_PREFIX = ".stepfast-"
+DIRECT_BYTES_MIN = 1 << 20
+"""Larger objects go past the page cache, where training data lies and would have to make room."""
 _WRITEBACK_BYTES = 8 << 20  # so much may be dirty before the device is asked to begin
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _NOT_HERE = (errno.ENOENT, errno.ENOTDIR)
@@ -72,10 +76,12 @@ class DirectoryStore:
             reading.fill(start, memoryview(data))
             return bytes(data)
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill the buffer from `start`; StateError where the object has fewer bytes, or is not."""
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        """Fill the buffers from `start`; StateError where the object has fewer bytes, or is not."""
         with _Reading(self._disk, self._path(name)) as reading:
-            reading.fill(start, buffer)
+            for buffer in buffers:
+                reading.fill(start, buffer)
+                start += len(buffer)
 
     def size_bytes(self, name: str) -> int | None:
         """The object's size; None: there is none."""
@@ -227,6 +233,7 @@ class DirectoryWriter:
         self._is_first = is_first
         self._descriptor = -1
         self._written = self._on_its_way = 0
+        self._is_direct = False
         self.is_named = False  # whether the object is this one
 
     def __enter__(self) -> Self:
@@ -234,6 +241,8 @@ class DirectoryWriter:
             self._store.make_directory(os.path.dirname(self._target))
             self._descriptor = self._disk.create(self._path)
             self._disk.reserve(self._descriptor, self._size_bytes)
+            if self._size_bytes >= DIRECT_BYTES_MIN:
+                self._is_direct = self._disk.write_past_cache(self._descriptor, True)
         except OSError as error:
             self._throw_away()
             raise _failure(self._target, error) from error
@@ -244,15 +253,32 @@ class DirectoryWriter:
         rest = memoryview(data).cast("B")
         try:
             while len(rest):
-                count = self._disk.write(self._descriptor, rest)
+                count = self._write(rest)
                 assert count > 0, "a write that takes nothing and reports no error"
                 self._written += count
                 rest = rest[count:]
-            if self._written - self._on_its_way >= _WRITEBACK_BYTES:
+            if not self._is_direct and self._written - self._on_its_way >= _WRITEBACK_BYTES:
                 self._disk.start_writeback(self._descriptor, 0, self._written)
                 self._on_its_way = self._written
         except OSError as error:
             raise _failure(self._target, error) from error
+
+    def _write(self, rest: memoryview) -> int:
+        if self._is_direct and self._is_whole_pages(rest):
+            try:
+                return self._disk.write(self._descriptor, rest)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # a file system that has rules of its own
+                    raise
+        if self._is_direct:  # the end of the file, mostly
+            self._disk.write_past_cache(self._descriptor, False)
+            self._is_direct = False
+        return self._disk.write(self._descriptor, rest)
+
+    def _is_whole_pages(self, data: memoryview) -> bool:
+        if data.readonly or (self._written | len(data)) % mmap.PAGESIZE:
+            return False
+        return ctypes.addressof(ctypes.c_char.from_buffer(data)) % mmap.PAGESIZE == 0
 
     def __exit__(
         self,

@@ -2,11 +2,12 @@
 
 Owns: the reads of a store and the checksums of what comes; the index of who saved which part of a
 tensor. Does not own: manifests (`manifest`), where checkpoints are (`catalog`), what is needed
-(`tensors.reshard`), the choice of another checkpoint where this one is damaged.
+(`tensors.reshard`, `shard`), the choice of another checkpoint where this one is damaged.
 
 Invariants:
-- No byte leaves this module whose block's checksum was not compared with the manifest's. The plain
-  values, read by themselves, have one of their own; a header is what its layout's digest says.
+- No call returns before the checksum of each block that it read was compared with the manifest's.
+  The plain values, read by themselves, have one of their own; a header is what its layout's digest
+  says.
 - A file that is missing, damaged or another checkpoint's is CheckpointDamaged, which names file
   and cause. A store that cannot be reached is an OperatingError: the checkpoint may be fine.
 - Nothing is remembered beyond the object: the same name may hold another checkpoint tomorrow.
@@ -52,21 +53,6 @@ class Chunk(NamedTuple):
 
     rank: int
     entry: Entry
-
-
-class StoredShard:
-    """One rank's file in memory, verified; what a restore reads from."""
-
-    def __init__(self, layout: Layout, memory: memoryview, plain: bytes) -> None:
-        """`memory`: the file."""
-        self.layout = layout
-        self.plain = plain
-        self._memory = memory
-
-    def view(self, entry: Entry) -> memoryview:
-        """The bytes of one entry."""
-        start = self.layout.data_start
-        return self._memory[start + entry.start : start + entry.end]
 
 
 class StoredCheckpoint:
@@ -127,21 +113,17 @@ class StoredCheckpoint:
         except ValueError as error:
             raise self._damaged(name, str(error)) from error
 
-    def read_shard(self, rank: int, on_read: OnRead | None = None) -> StoredShard:
-        """The whole file of `rank`, every byte verified; for a restore into the same layout."""
-        file = self._files[rank]
-        memory = claim(file.size_bytes)
-        starts = range(0, file.size_bytes, file.block_bytes)
-        reads = (partial(self._fill_blocks, rank, start, memory) for start in starts)
+    def read_blocks(
+        self, rank: int, blocks: Mapping[int, list[memoryview]], on_read: OnRead | None = None
+    ) -> None:
+        """Read blocks of a rank's file, by number, each into memory of just its size in all.
+
+        Where one is damaged, any of that memory may hold what is wrong.
+        """
+        reads = (partial(self._read_block, rank, number, into) for number, into in blocks.items())
         for size_bytes in _in_parallel(reads):
             if on_read is not None:
                 on_read(size_bytes)
-        layout = self._checked_layout(file, bytes(memory[: self._header_bytes(file, memory)]))
-        plain = memory[layout.data_start + layout.plain.start :]
-        try:
-            return StoredShard(layout, memory, layouts.unframe_plain(plain))
-        except ValueError as error:
-            raise self._damaged(file.name, str(error)) from error
 
     def read_ranges(
         self, ranges: Iterable[tuple[int, int, int]], on_read: OnRead | None = None
@@ -159,33 +141,43 @@ class StoredCheckpoint:
     # --- one file ---------------------------------------------------------------------------------
 
     def _read_range(self, rank: int, start: int, end: int) -> tuple[int, memoryview]:
-        file, data_start = self._files[rank], self.layout(rank).data_start
+        data_start = self.layout(rank).data_start
         start, end = data_start + start, data_start + end
-        first = start - start % file.block_bytes
-        last = min(file.size_bytes, -(-end // file.block_bytes) * file.block_bytes)
+        blocks = self.blocks(rank, start, end)
+        if not blocks:
+            return 0, memoryview(b"")
+        first, last = self.block_range(rank, blocks[0])[0], self.block_range(rank, blocks[-1])[1]
         memory = claim(last - first)
-        for block in range(first, last, file.block_bytes):
-            self._fill_blocks(rank, block, memory, base=first)
+        for number in blocks:
+            at, behind = self.block_range(rank, number)
+            self._read_block(rank, number, [memory[at - first : behind - first]])
         return last - first, memory[start - first : end - first]
 
-    def _fill_blocks(self, rank: int, start: int, memory: memoryview, *, base: int = 0) -> int:
-        """Read the block at `start` into its place in `memory`, which begins at `base`."""
+    def blocks(self, rank: int, start: int, end: int) -> range:
+        """The numbers of the blocks in which the bytes `start` to `end` of a rank's file lie."""
+        size_bytes = self._files[rank].block_bytes
+        return range(start // size_bytes, -(-end // size_bytes) if end > start else 0)
+
+    def block_range(self, rank: int, number: int) -> tuple[int, int]:
+        """Where a block of a rank's file begins and ends."""
         file = self._files[rank]
-        block = memory[start - base : start - base + file.block_bytes]
-        self._fill(rank, start, block)
-        number = start // file.block_bytes
-        if not is_right(block, number, file.blocks):
+        start = number * file.block_bytes
+        return start, min(file.size_bytes, start + file.block_bytes)
+
+    def _read_block(self, rank: int, number: int, parts: list[memoryview]) -> int:
+        file, (start, end) = self._files[rank], self.block_range(rank, number)
+        self._fill(rank, start, *parts)
+        if not is_right(parts, number, file.blocks):
             raise self._damaged(
                 file.name,
-                f"bytes {start} to {start + len(block)} do not have the checksum that the manifest"
-                " states",
+                f"bytes {start} to {end} do not have the checksum that the manifest states",
             )
-        return len(block)
+        return end - start
 
-    def _fill(self, rank: int, start: int, memory: memoryview) -> None:
+    def _fill(self, rank: int, start: int, *parts: memoryview) -> None:
         file = self._files[rank]
         try:
-            self._store.read_into(f"{self.name}/{file.name}", start, memory)
+            self._store.read_into(f"{self.name}/{file.name}", start, *parts)
         except StateError as error:  # which names the file
             raise CheckpointDamaged(self.snapshot, str(error)) from error
 

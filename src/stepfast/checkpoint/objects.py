@@ -130,10 +130,12 @@ class ObjectStore:
                 return b""
         return bytes(self._range(name, start, size_bytes))
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill the buffer from `start`; StateError where the object has fewer bytes, or is not."""
-        if len(buffer):
-            buffer[:] = memoryview(self._range(name, start, len(buffer)))
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        """Fill the buffers from `start`; StateError where the object has fewer bytes, or is not."""
+        if size_bytes := sum(map(len, buffers)):
+            came = memoryview(self._range(name, start, size_bytes))
+            for buffer in buffers:
+                buffer[:], came = came[: len(buffer)], came[len(buffer) :]
         elif self.size_bytes(name) is None:
             raise StateError(f"{self._url(name)}: there is no such object")
 

@@ -21,8 +21,6 @@ from stepfast.checkpoint.layout import Entry, Layout
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import StateError
 
-_MADV_POPULATE_READ = 22  # Linux; Python's mmap has no name for it
-
 
 class ReadSlot:
     """The verified content of a sealed slot."""
@@ -68,20 +66,11 @@ def open_sealed(path: Path, expected: SnapshotId) -> ReadSlot:
             raise StateError(f"{path}: holds {_words(snapshot)}, not {_words(expected)}")
         # Private: writable, as torch wants its buffers, and yet the file can never be changed.
         mapped = mmap.mmap(descriptor, layout.file_bytes, flags=mmap.MAP_PRIVATE)
-        _populate(mapped)
         return ReadSlot(path, layout, snapshot, mapped)
     except (OSError, ValueError) as error:
         raise StateError(f"{path}: {error}") from error
     finally:
         os.close(descriptor)
-
-
-def _populate(mapped: mmap.mmap) -> None:
-    """All pages at once, for reading: one by one they cost a tenth of a restore."""
-    try:
-        mapped.madvise(_MADV_POPULATE_READ)
-    except OSError:
-        pass  # a kernel older than 5.14: each page comes when it is first read
 
 
 def read_state(path: Path) -> tuple[Layout, SnapshotId | None]:

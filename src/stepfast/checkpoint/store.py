@@ -66,8 +66,10 @@ class CheckpointStore(Protocol):
         """Its bytes from `start`, all there are or `size_bytes`; StateError if fewer, or absent."""
         ...
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill the buffer from `start`; StateError where the object has fewer bytes, or is not."""
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> None:
+        """Fill the buffers, one behind the other, from `start`; StateError where the object has
+        fewer bytes, or is not.
+        """
         ...
 
     def size_bytes(self, name: str) -> int | None:

@@ -13,9 +13,12 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import queue
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -35,14 +38,15 @@ from stepfast.checkpoint.manifest import (
     snapshot_words,
 )
 from stepfast.checkpoint.restore import read_open_state
-from stepfast.checkpoint.store import CheckpointStore
+from stepfast.checkpoint.store import CheckpointStore, ObjectWriter
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import OperatingError, StateError
 from stepfast.runtime.clock import SystemClock
 from stepfast.runtime.ports import Clock
 
-# Bigger pieces leave the processor's cache between the hash and the write, smaller ones cost calls.
-PIECE_BYTES = 4 << 20
+# Bigger pieces leave the processor's cache between read and hash, smaller ones cost calls.
+PIECE_BYTES = 1 << 20
+_BUFFERS = 3  # one is read into and hashed, one is written, and one waits
 
 Progress = Callable[[int, int], None]
 
@@ -109,15 +113,18 @@ def write_slot(
             writer = None
             if not is_committed:
                 writer = stack.enter_context(store.writer(f"{directory}/{name}", size_bytes))
+            behind = stack.enter_context(_WriteBehind(writer))
             done = 0
-            for piece in slot.pieces():
+            while done < size_bytes:
+                piece = behind.free()[: size_bytes - done]
+                slot.fill(done, piece)
                 hasher.update(piece)
                 blocks.update(piece)
-                if writer is not None:
-                    writer.write(piece)
+                behind.write(piece)
                 done += len(piece)
                 progress(done, size_bytes)
                 pace.wait_after(done)
+            behind.finish()
             slot.check_untouched()
     file = ShardFile(
         rank=rank,
@@ -134,6 +141,65 @@ def write_slot(
             " job's, give this job a place of its own for its checkpoints"
         )
     return file
+
+
+class _WriteBehind:
+    """Writes pieces in a thread of its own, while the next one is read and hashed.
+
+    A device takes longer to write one than a processor to hash it; one behind the other they would
+    take the sum.
+    """
+
+    def __init__(self, writer: ObjectWriter | None) -> None:
+        """Without a `writer` all is as if it were written."""
+        self._writer = writer
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="stepfast-write", daemon=True)
+
+    def __enter__(self) -> Self:
+        for _ in range(_BUFFERS):
+            # Whole pages, as a store may want them that writes past the page cache.
+            self._free.put(memoryview(mmap.mmap(-1, PIECE_BYTES)))
+        self._thread.start()
+        return self
+
+    def free(self) -> memoryview:
+        """A buffer to fill; waits until one is. Raises what stopped the writing."""
+        buffer = self._free.get()
+        if self._error is not None:
+            raise self._error
+        return buffer
+
+    def write(self, piece: memoryview) -> None:
+        """Have the beginning of a buffer written, and then free again."""
+        self._full.put(piece)
+
+    def finish(self) -> None:
+        """All that was given is written when this returns. Raises what stopped it."""
+        self._full.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._full.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (piece := self._full.get()) is not None:
+            try:
+                if self._writer is not None and self._error is None:
+                    self._writer.write(piece)
+            except BaseException as error:  # noqa: BLE001 - whoever reads raises it
+                self._error = error
+            self._free.put(memoryview(piece.obj))
 
 
 class _OpenSlot:
@@ -164,25 +230,15 @@ class _OpenSlot:
     ) -> None:
         os.close(self._descriptor)
 
-    def pieces(self) -> Iterator[memoryview]:
-        """All its bytes, in order; each piece is good until the next is asked for."""
-        done, size_bytes = 0, self.layout.file_bytes
-        buffer = memoryview(bytearray(min(PIECE_BYTES, size_bytes)))
-        while done < size_bytes:
-            piece = buffer[: min(PIECE_BYTES, size_bytes - done)]
-            self._fill(done, piece)
-            done += len(piece)
-            yield piece
-
     def check_untouched(self) -> None:
         """The seal is what its owner takes away first and gives last."""
         path, layout = self._path, self.layout
         seal = bytearray(layouts.SEAL_END - layouts.SEAL_START)
-        self._fill(layouts.SEAL_START, memoryview(seal))
+        self.fill(layouts.SEAL_START, memoryview(seal))
         if layouts.parse_seal(bytes(seal), layout.digest) != self._snapshot:
             raise StateError(f"{path}: the slot was taken back while it was copied")
         plain = memoryview(bytearray(layout.plain.size_bytes))
-        self._fill(layout.data_start + layout.plain.start, plain)
+        self.fill(layout.data_start + layout.plain.start, plain)
         try:
             layouts.unframe_plain(plain)
         except ValueError as error:
@@ -200,7 +256,8 @@ class _OpenSlot:
             )
         return layout
 
-    def _fill(self, start: int, piece: memoryview) -> None:
+    def fill(self, start: int, piece: memoryview) -> None:
+        """Read the file's bytes from `start`."""
         done = 0
         try:
             while done < len(piece):

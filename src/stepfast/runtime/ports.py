@@ -56,6 +56,13 @@ class Disk(Protocol):
         """Append; returns how many bytes were taken, which may be fewer than given."""
         ...
 
+    def write_past_cache(self, descriptor: int, wanted: bool) -> bool:
+        """From now on write to the device itself, or no more; False: that cannot be had here.
+
+        Then what is written is whole pages of memory, at a place in the file that is as well.
+        """
+        ...
+
     def start_writeback(self, descriptor: int, start: int, size_bytes: int) -> None:
         """Have these bytes on their way to the device; waits for nothing and promises nothing."""
         ...

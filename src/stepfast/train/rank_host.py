@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from stepfast.checkpoint.arena import SLOTS_TO_WRITE, invalidate, slot_of
+from stepfast.checkpoint.arena import SLOTS_TO_WRITE, invalidate
 from stepfast.checkpoint.capture import Captured
 from stepfast.checkpoint.loading import StoredCheckpoint
-from stepfast.checkpoint.restore import open_sealed
 from stepfast.checkpoint.store import open_store
 from stepfast.checkpoint.tensors.reshard import restore
 from stepfast.core.faults import Whereabouts
@@ -182,21 +181,18 @@ class RankHost:
             self.account.built = self.account.restored = time.monotonic()
             if order.settings.check:
                 return  # nothing is kept, so there is nothing to attach to
+            spare = SLOTS_TO_WRITE if order.settings.checkpoints.url else 0
+            self.snapshots.attach(directory, tracked.tree, spare_slots=spare)
             if order.source is not None:
-                self._restore(directory, order.source)
+                self._restore(order.source)
             elif order.checkpoint is not None:
                 self._restore_stored(order.checkpoint)
             newest = NOTHING_HELD if order.step is None else order.step
-            if directory.exists():
-                invalidate(directory, newer_than_step=newest, before_generation=order.generation)
-            spare = SLOTS_TO_WRITE if order.settings.checkpoints.url else 0
-            self.snapshots.attach(directory, tracked.tree, spare_slots=spare)
+            invalidate(directory, newer_than_step=newest, before_generation=order.generation)
             self.account.restored = time.monotonic()
 
-    def _restore(self, directory: Path, source: SnapshotId) -> None:
-        tracked = self.kept.tracked
-        assert tracked is not None, "restored after track"
-        tracked.tree.restore_from(open_sealed(slot_of(directory, source), source))
+    def _restore(self, source: SnapshotId) -> None:
+        self.snapshots.restore(source)
         self._rng_resumed = RngState.take()
 
     def _restore_stored(self, checkpoint: SnapshotId) -> None:

@@ -63,6 +63,11 @@ class Snapshots:
                 check=self._check,
             )
 
+    def restore(self, snapshot: SnapshotId) -> None:
+        """Bring the tree into the state of a sealed slot; StateError where there is none."""
+        assert self._capture is not None, "attached before"
+        self._capture.restore(snapshot)
+
     def forget(self) -> None:
         """What was built is dropped."""
         assert self._capture is None or not self._capture.is_copying, "settled before"

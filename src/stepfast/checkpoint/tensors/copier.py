@@ -165,7 +165,7 @@ def _pieces_of(
     target: Tensor, source: Tensor, size_bytes: int, piece_bytes: int
 ) -> Iterator[Callable[[], object]]:
     is_same = source.shape == target.shape and source.dtype == target.dtype
-    if not is_same or not _is_plain(target) or not _is_plain(source):
+    if not is_same or not is_plain(target) or not is_plain(source):
         yield partial(target.copy_, source)
         return
     to, start = target.data_ptr(), source.data_ptr()
@@ -173,7 +173,7 @@ def _pieces_of(
         yield partial(ctypes.memmove, to + at, start + at, min(piece_bytes, size_bytes - at))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether its bytes are its elements, in their order, in the processor's memory."""
     return (
         type(tensor) in (Tensor, Parameter)

@@ -5,8 +5,11 @@ into local tensors. Does not own: what is wanted (`plan`), verified reads (`chec
 putting state into objects (`restoration`).
 
 Invariants:
-- Nothing live is touched before every byte that is needed was read and verified.
-- In memory, besides the live tensors, are at most the local tensors once and a few reads.
+- Nothing live is touched before what is saved was seen to fit.
+- The rank's own file is read into the live tensors: one of its blocks that is found damaged leaves
+  them with what is wrong, and the caller has to restore another checkpoint, as all ranks do then.
+  What comes from parts of all files touches nothing live before all of it was read and verified;
+  in memory, besides the live tensors, are then the local tensors once and a few reads.
 - No collective is called. Whether all ranks could load is for the caller to agree upon.
 """
 
@@ -22,10 +25,12 @@ from stepfast.checkpoint.layout import DTYPE_BYTES, Entry, Layout
 from stepfast.checkpoint.loading import OnRead, StoredCheckpoint, claim
 from stepfast.checkpoint.overlap import Overlap, split
 from stepfast.checkpoint.plain import Ref, replace_refs
+from stepfast.checkpoint.shard import StoredShard
 from stepfast.checkpoint.tensors.local import Known, over
 from stepfast.checkpoint.tensors.naming import OWN_NAME, is_transparent
 from stepfast.checkpoint.tensors.other_world import OnWarning, OtherWorld
 from stepfast.checkpoint.tensors.plan import Planner, parameters_of
+from stepfast.checkpoint.tensors.sources import from_file
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.tensors.walk import Walk
 from stepfast.checkpoint.tensors.wanted import Wanted
@@ -96,7 +101,9 @@ def restore(
     walk, live, inspector = tree.look()
     world = OtherWorld(checkpoint, rank=tree.rank, world_size=world_size, on_warning=on_warning)
     if world.is_same_size and _is_own_layout(checkpoint, tree.rank, walk, live, world):
-        tree.restore_from(checkpoint.read_shard(tree.rank, counted))
+        shard = StoredShard(checkpoint, tree.rank, counted)
+        tree.restore_from(shard, copy=from_file(shard))
+        shard.check_rest()
         return Restored(is_resharded=False, read_bytes=count)
     plan = Planner(checkpoint, walk, live, inspector, world)
     plan.run()

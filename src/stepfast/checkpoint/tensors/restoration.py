@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +57,10 @@ class Views(Protocol):
     def view(self, entry: Entry) -> memoryview: ...
 
 
+# Brings local tensors to what entries hold, however that is done best.
+Copy = Callable[[Sequence[Tensor], Sequence[Entry]], None]
+
+
 class Restoration:
     """The objects, what they hold now by name, and the snapshot; some objects are left alone."""
 
@@ -68,14 +72,16 @@ class Restoration:
         source: Views,
         tree: dict[str, Any],
         left_alone: Set[str],
+        copy: Copy,
     ) -> None:
         self._objects = {n: v for n, v in walk.objects.items() if n not in left_alone}
         self._scans, self._names = walk.scans, walk.names
         self._live, self._inspector = dict(live), inspector
-        self._source, self._tree = source, tree
+        self._source, self._tree, self._copy = source, tree, copy
         self._own = tree[OWN_NAME]
         self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        self._entries: list[Entry] = []
+        self._pairs: list[tuple[Tensor, Tensor]] = []
 
     def run(self) -> None:
         """Check, then change."""
@@ -171,7 +177,8 @@ class Restoration:
             self._scans[name].owners[owner].register_buffer(key, self._tensor(ref, None))
         drop_gradients(module)
         extra = self._fill(flags["extra"])
-        self._copy_planned()
+        if extra:
+            self._copy_planned()
         scan = self._scans[name]
         for path, part in scan.owners.items():
             part.training = path not in flags["eval"]
@@ -262,12 +269,11 @@ class Restoration:
         return made
 
     def _plan_copy(self, name: str, target: Tensor | Part) -> None:
-        entry = self._source.layout.by_name[name]
-        self._plan(local_of(target), over(self._source.view(entry), entry))
+        self._targets.append(local_of(target))
+        self._entries.append(self._source.layout.by_name[name])
 
     def _plan(self, target: Tensor, source: Tensor) -> None:
-        self._targets.append(target)
-        self._sources.append(source)
+        self._pairs.append((target, source))
 
     def _saved(self, ref: Ref) -> tuple[Tensor, bool]:
         entry = self._entry(ref)
@@ -282,8 +288,11 @@ class Restoration:
     def _copy_planned(self) -> None:
         """All at once: a call for each tensor would cost as much as a small tensor's bytes."""
         if self._targets:
-            copy_all(self._targets, self._sources)
-            self._targets, self._sources = [], []
+            self._copy(self._targets, self._entries)
+            self._targets, self._entries = [], []
+        if self._pairs:
+            copy_all([target for target, _ in self._pairs], [source for _, source in self._pairs])
+            self._pairs = []
 
 
 def _listed(names: list[str]) -> str:
