@@ -163,6 +163,22 @@ def test_a_service_that_asks_for_less_is_tried_again(
     assert proxy.refused > 10
 
 
+def test_looking_for_checkpoints_lists_once_and_outlasts_an_overloaded_service(
+    store: CheckpointStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    Slots(tmp_path).save(store, snap(5), snap(6))
+    overloaded = iter([SLOW_DOWN] * 3)
+
+    def is_listing(path: str) -> bool:
+        return "list-type" in path
+
+    proxy.plan = lambda method, path: next(overloaded, None) if is_listing(path) else None
+    before, refused = len(proxy.requests), proxy.refused
+    assert committed(store) == [snap(6), snap(5)]
+    listings = [path for _, path in proxy.requests[before:] if is_listing(path)]
+    assert (len(listings), proxy.refused - refused) == (4, 3), "one, and its tries"
+
+
 @pytest.mark.parametrize("call", ["write", "put", "read", "list", "delete"])
 def test_a_service_that_stays_overloaded_ends_in_one_line(
     call: str, store: CheckpointStore, proxy: Proxy

@@ -28,6 +28,7 @@ from stepfast.core.node_state import (
     CheckpointsListed,
     CommitEnded,
     NodeInput,
+    NodeNoted,
     SlotNotWritten,
     SlotWritten,
     StoreUnusable,
@@ -229,16 +230,22 @@ class DurableWork:
             protected = order.in_flight | {order.checkpoint}
             removed = catalog.prune(self._store(), retention, protected=protected)
             catalog.sweep_unfinished(self._store(), in_flight=order.in_flight)
-        except (OSError, StepfastError):
+        except (OSError, StepfastError) as error:
+            text = f"what need not be kept could not be removed, and is tried again: {error}"
+            self._loop.call_soon_threadsafe(self._feed, NodeNoted("checkpoint store", text))
             return frozenset()
         return frozenset(removed)
 
 
 def _try_to_write(store: CheckpointStore, node: str) -> None:
-    """A store that takes nothing is found before the first step, not at the first checkpoint."""
+    """A store that takes nothing is found before the first step, not at the first checkpoint: both
+    ways in which a checkpoint comes to be are tried.
+    """
     name = f"probe-{node}"
     with store.writer(name) as writer:
         writer.write(b"may this node write here?")
+    store.delete(name)
+    store.put_if_absent(name, b"and may it commit?")
     store.delete(name)
 
 

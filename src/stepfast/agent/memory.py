@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from stepfast.checkpoint.arena import sealed_slots
+from stepfast.checkpoint.arena import make_private, sealed_slots
 
 _LAYOUT_FILE = "layout"
 HINT = "run with that layout again, or choose another --job-dir to begin anew"
@@ -28,7 +28,7 @@ def settle_layout(slot_root: Path, layout: str) -> str | None:
     elif not is_held and _layout_of(aside) == layout:
         shutil.rmtree(slot_root, ignore_errors=True)
         aside.rename(slot_root)
-    slot_root.mkdir(mode=0o700, exist_ok=True)
+    make_private(slot_root)
     (slot_root / _LAYOUT_FILE).write_text(f"{layout}\n")
     step = _newest_step(aside)
     if step is None:

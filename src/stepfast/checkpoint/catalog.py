@@ -35,7 +35,7 @@ from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.checkpoint.writer import Progress, no_progress
 from stepfast.core.terms import Generation, SnapshotId
-from stepfast.errors import StateError
+from stepfast.errors import OperatingError, StateError
 
 VERIFY_PIECE_BYTES = 8 << 20
 VERIFY_THREADS = 4
@@ -177,10 +177,19 @@ def prune(
     protected: Collection[SnapshotId] = (),
     dry_run: bool = False,
 ) -> list[SnapshotId]:
-    """Remove what need not stay and is not `protected`; returns what that was, oldest first."""
+    """Remove what need not stay and is not `protected`; returns what that was, oldest first.
+
+    One that cannot be removed is in no other's way: the first of such errors comes at the end.
+    """
     surplus = [s for s in retention.surplus(committed(store)) if s not in protected]
+    failures = []
     for snapshot in () if dry_run else surplus:
-        _remove(store, snapshot)
+        try:
+            _remove(store, snapshot)
+        except OperatingError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
     return surplus
 
 
