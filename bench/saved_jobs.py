@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import HERE, BenchError, run
+from stepfast.agent.zygotes import COPIES
 from turns import BLOCK_TURNS, CYCLE_TURNS, DURABLE_TURNS, is_without
 
 RANKS = 2
@@ -191,6 +192,7 @@ def storage_job(
             BENCH_DIR=str(directory),
             BENCH_STORE=str(directory / "store"),
             BENCH_SLOTS=str(slots),
+            **COPIES,  # as ranks have it
             BENCH_SAMPLES=str(samples),
             BENCH_SIZE="debug" if is_quick else "larger",
             OMP_NUM_THREADS="1",

@@ -97,6 +97,11 @@ class JobConfig:
     on_damage: str = _setting(
         "fall-back", "fall-back, or stop: what is done where the newest checkpoint is damaged"
     )
+    start_fresh: tuple[str, ...] = _setting(
+        (),
+        "a tracked object, or a part of one (model.head), that the checkpoint may lack: it then is"
+        " as the script makes it; may be repeated",
+    )
     device: str = _setting("auto", "cpu, cuda, or auto")
     memory_dir: str = _setting("/dev/shm", "a memory-backed directory for the snapshot slots")
     preload: tuple[str, ...] = _setting((), "more modules for the zygote to import")

@@ -50,6 +50,7 @@ def look(sock, script, arguments):
     print("path", sys.path[0])
     print("cwd", os.getcwd())
     print("added", os.environ.get("ADDED"), "omp", os.environ.get("OMP_NUM_THREADS"))
+    print("copies", os.environ.get("GLIBC_TUNABLES"))
     print("session", os.getsid(0) == os.getpid(), "parent", os.getppid())
     print("stdin", os.readlink("/proc/self/fd/0"), "sockets", sum("socket:" in f for f in fds))
     print("memfds", sum("memfd:" in f for f in fds), "pipes", sum("pipe:" in f for f in fds))

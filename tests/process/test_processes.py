@@ -24,6 +24,7 @@ from process.running_node import (
     below_this_process,
     job_directory,
 )
+from stepfast.agent.zygotes import COPIES
 from stepfast.errors import OperatingError
 from stepfast.runtime import spawning
 from stepfast.runtime.descendants import ProcessId, ProcessTable, read_process, read_tag
@@ -86,6 +87,7 @@ def test_a_rank_is_born_clean(node: Node) -> None:
         f"path {node.directory}",
         "cwd /",
         "added yes omp 3",
+        f"copies {os.environ.get('GLIBC_TUNABLES', COPIES['GLIBC_TUNABLES'])}",
         f"session True parent {os.getpid()}",
         "stdin /dev/null sockets 1",
         "memfds 0 pipes 0",

@@ -5,6 +5,8 @@ what a run of another layout left in memory.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from stepfast.agent.durable import DurableWork
 from stepfast.checkpoint import owner
 from stepfast.checkpoint.catalog import committed, verify
 from stepfast.checkpoint.directory import DirectoryStore
+from stepfast.checkpoint.owner import StoreOwner
 from stepfast.core.durable import CheckpointSettings
 from stepfast.core.messages import JobSettings
 from stepfast.core.node_state import (
@@ -30,6 +33,7 @@ from stepfast.core.node_state import (
 from stepfast.core.outputs import CommitShards, WriteSlot
 from stepfast.core.terms import Generation, JobId, Rank
 from stepfast.errors import EXIT_USER_ERROR
+from stepfast.runtime.disk import SystemDisk
 from unit.stored_checkpoints import Slots, snap
 
 TWO = "2 ranks, 2 per node"
@@ -46,6 +50,7 @@ class Agent:
         self.slot_root.mkdir(parents=True)
         memory.settle_layout(self.slot_root, TWO)
         self.store = DirectoryStore(base / "store")
+        self.opened: DirectoryStore | None = None  # in its place, through a disk of the test's own
         self.settings = JobSettings(
             job_id=JobId("job"),
             world_size=2,
@@ -74,6 +79,8 @@ class Agent:
         async def wait() -> NodeInput:
             given: asyncio.Queue[NodeInput] = asyncio.Queue()
             work = DurableWork(self.settings, self.slot_root, given.put_nowait)
+            if self.opened is not None:
+                work._opened = self.opened, StoreOwner(self.opened, self.settings.job_id)
             order(work)
             while isinstance(answer := await given.get(), NodeNoted):
                 self.noted.append(answer.text)
@@ -162,6 +169,51 @@ def test_what_is_passed_over_is_named_with_its_reason(agent: Agent) -> None:
 def test_a_store_that_cannot_be_listed_is_not_an_empty_one(agent: Agent) -> None:
     agent.store.root.symlink_to(agent.store.root)
     assert "Too many levels of symbolic links" in agent.refusal()
+
+
+class Mount(SystemDisk):
+    """One that lacks some calls, as mounts of object stores do."""
+
+    def __init__(self, lacking: frozenset[str]) -> None:
+        self.lacking = lacking
+
+    def _check(self, call: str, number: int) -> None:
+        if call in self.lacking:
+            raise OSError(number, os.strerror(number))
+
+    def rename(self, source: str, target: str) -> None:
+        self._check("rename", errno.ENOSYS)
+        super().rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        self._check("link", errno.EPERM)
+        super().link(source, target)
+
+    def rename_new(self, source: str, target: str) -> None:
+        self._check("rename_new", errno.EINVAL)
+        super().rename_new(source, target)
+
+    def reserve(self, descriptor: int, size_bytes: int) -> None:
+        if "reserve" not in self.lacking:
+            super().reserve(descriptor, size_bytes)
+
+
+CALLS = ("rename", "link", "rename_new", "reserve")
+
+
+@pytest.mark.parametrize("lacking", [*((call,) for call in CALLS), ("link", "rename_new"), CALLS])
+def test_a_mount_that_lacks_calls_serves_or_is_refused_at_the_start(
+    agent: Agent, lacking: tuple[str, ...]
+) -> None:
+    mount = DirectoryStore(agent.store.root, Mount(frozenset(lacking)))
+    agent.opened = mount
+    if "rename" in lacking or {"link", "rename_new"} <= set(lacking):
+        assert "the checkpoint store cannot be used" in agent.refusal()
+        return
+    assert agent.list() == CheckpointsListed((), ())
+    assert agent.save(5).reason is None
+    assert committed(agent.store) == [snap(5)]
+    assert verify(agent.store, snap(5)) == []
 
 
 def test_a_store_that_is_back_takes_the_next_checkpoint(agent: Agent) -> None:

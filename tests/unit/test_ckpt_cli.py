@@ -13,19 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepfast.checkpoint.arena import Arena
 from stepfast.checkpoint.catalog import committed
-from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.directory import DirectoryStore
 from stepfast.checkpoint.export import INDEX_FILE, export_safetensors
-from stepfast.checkpoint.layout import Layout, TensorSpec
+from stepfast.checkpoint.layout import TensorSpec
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.manifest import Manifest
 from stepfast.checkpoint.whole import WholeCheckpoint, compare
-from stepfast.checkpoint.writer import write_slot
 from stepfast.cli.main import main
 from stepfast.errors import StateError
-from unit.stored_checkpoints import Slots, manifest_of, snap
+from unit.stored_checkpoints import Slots, save_tensors, snap
 
 Run = Callable[..., tuple[int, str]]
 ROWS, COLUMNS = 6, 4
@@ -50,25 +47,6 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-def save(
-    base: Path, specs_of_ranks: list[list[TensorSpec]], contents: list[dict[str, bytes]]
-) -> tuple[DirectoryStore, Manifest]:
-    """A checkpoint of these tensors, in a store of its own below `base`."""
-    store, files, world_size = DirectoryStore(base / "store"), [], len(specs_of_ranks)
-    for rank, specs in enumerate(specs_of_ranks):
-        arena = Arena(base / f"rank-{rank}")
-        arena.claim(Layout.build(specs, 10, rank=rank))
-        slot = arena.free_slot()
-        assert slot is not None
-        for entry in slot.layout.entries:
-            slot.view(entry)[:] = contents[rank][entry.name]
-        slot.write_plain(b"plain")
-        slot.seal(snap(5))
-        files.append(write_slot(store, slot.path, snap(5), rank=rank, world_size=world_size))
-        arena.close()
-    return store, commit(store, manifest_of(snap(5), tuple(files)))
-
-
 def box(rows: range, columns: range) -> tuple[TensorSpec, bytes]:
     """A part of the matrix `w`, by a slow and obvious way."""
     shape, offsets = (len(rows), len(columns)), (rows.start, columns.start)
@@ -80,7 +58,7 @@ def box(rows: range, columns: range) -> tuple[TensorSpec, bytes]:
 def save_boxes(base: Path, *boxes: tuple[range, range]) -> WholeCheckpoint:
     parts = [box(*one) for one in boxes]
     return whole_of(
-        *save(base, [[spec] for spec, _ in parts], [{"w": content} for _, content in parts])
+        *save_tensors(base, [[spec] for spec, _ in parts], [{"w": content} for _, content in parts])
     )
 
 
@@ -122,7 +100,7 @@ def test_slices_of_a_flattened_tensor_are_put_together(tmp_path: Path) -> None:
         spec = TensorSpec("w", "F32", (end - first,), (24,), (first,), original_shape=shape)
         specs.append([spec])
         contents.append({"w": WHOLE[first * 4 : end * 4]})
-    flat = whole_of(*save(tmp_path / "flat", specs, contents))
+    flat = whole_of(*save_tensors(tmp_path / "flat", specs, contents))
     assert flat.whole("w") == WHOLE and flat.info("w").shape == (ROWS, COLUMNS)
     assert compare(flat, save_boxes(tmp_path / "one", (range(ROWS), range(COLUMNS)))) == []
 
@@ -142,12 +120,12 @@ def test_what_differs_is_named(tmp_path: Path, run: Run) -> None:
     def spec(name: str, dtype: str = "U8") -> TensorSpec:
         return TensorSpec(name, dtype, (2,), (2,), (0,))
 
-    save(
+    save_tensors(
         tmp_path / "a",
         [[spec("same"), spec("bytes"), spec("gone"), spec("type")]],
         [{"same": b"ab", "bytes": b"ab", "gone": b"ab", "type": b"ab"}],
     )
-    save(
+    save_tensors(
         tmp_path / "b",
         [[spec("same"), spec("bytes"), spec("new"), spec("type", "I8")]],
         [{"same": b"ab", "bytes": b"aB", "new": b"ab", "type": b"ab"}],
@@ -271,7 +249,7 @@ def test_a_model_is_exported_whole(tmp_path: Path, run: Run) -> None:
         other = TensorSpec("optimizer.state.w", "U8", (1,), (1,), (0,))
         specs.append([mine, bias, other])
         contents.append({mine.name: content, bias.name: b"bias", other.name: bytes([rank])})
-    store, manifest = save(tmp_path, specs, contents)
+    store, manifest = save_tensors(tmp_path, specs, contents)
     target = tmp_path / "model"
     status, said = run("export", store.url, target, "--json")
     assert status == 0, said

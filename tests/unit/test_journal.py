@@ -30,6 +30,19 @@ def test_a_job_directory_has_one_owner(tmp_path):
     Journal(tmp_path, SystemClock()).close()
 
 
+@pytest.mark.parametrize("name", ["lock", EVENTS_FILE, "job-id.new"])
+def test_nothing_is_written_where_a_link_leads(tmp_path, name):
+    elsewhere, job = tmp_path / "elsewhere", tmp_path / "job"
+    elsewhere.write_text("not ours")
+    job.mkdir()
+    (job / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="cannot use the job directory"):
+        Journal(job, SystemClock())
+    assert elsewhere.read_text() == "not ours"
+    (job / name).unlink()
+    Journal(job, SystemClock()).close()
+
+
 def test_the_identity_outlives_a_run(tmp_path):
     first = Journal(tmp_path, SystemClock())
     first.close()

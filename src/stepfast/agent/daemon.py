@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from stepfast.agent.durable import DurableWork
 from stepfast.agent.first_look import refuse_without_store
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
 from stepfast.agent.tail import LogTail, log_tail
-from stepfast.checkpoint.arena import job_slots, sealed_slots
+from stepfast.checkpoint.arena import job_slots, make_private, sealed_slots
 from stepfast.core import node
 from stepfast.core.messages import (
     FromCoordinator,
@@ -54,6 +56,7 @@ from stepfast.core.node_state import (
     StoreReady,
 )
 from stepfast.core.outputs import (
+    CancelWrite,
     CommitShards,
     EndProcess,
     ForkRank,
@@ -76,6 +79,8 @@ from stepfast.runtime.wire import AGENT_TO_RANK, RANK_TO_AGENT
 
 KEPT_MARK = "kept"  # beside the nodes' slots: they hold what could not be made durable
 _TICK_S = 0.02
+_MESSAGES_AT_ONCE = 64  # of one rank, before the loop's other work has its turn
+_GARBAGE_NOTED_MAX = 3  # of one process; more says nothing new
 _LOOK_S = 0.05  # how often the logs are shown
 _READY_LIMIT_S = 120.0  # a zygote imports torch: seconds, on a cold disk a minute
 _DRAIN_LIMIT_S = 2.0
@@ -122,6 +127,7 @@ class Agent:
         self._rank_of_pid: dict[int, tuple[Rank, int]] = {}
         self._process_of: dict[Rank, RankProcess] = {}
         self._log_of: dict[Rank, Path] = {}
+        self._garbage: Counter[tuple[Rank, int]] = Counter()  # by process
         self._settings: JobSettings | None = None
         self._store_failures = 0  # in a row
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -186,7 +192,8 @@ class Agent:
         while True:
             await asyncio.sleep(_TICK_S)
             leaving = [r for r, local in self._driver.state.ranks.items() if local.is_leaving]
-            self._feed(NodeTick(self._stopped_of(leaving)))
+            writes = () if self._durable is None else self._durable.signs()
+            self._feed(NodeTick(self._stopped_of(leaving), writes))
             if self._clock.monotonic() - looked_at >= _LOOK_S:
                 looked_at = self._clock.monotonic()
                 self._tail.look()
@@ -217,7 +224,7 @@ class Agent:
         if isinstance(message, Welcome) and self._settings is None:
             try:
                 self._prepare(message.settings)
-            except OSError as error:
+            except (OSError, OperatingError) as error:
                 self._fail(OperatingError(f"cannot prepare this node: {error}"))
                 return
         elif isinstance(message, StartGeneration):
@@ -234,7 +241,7 @@ class Agent:
         """The first welcome: directories, zygote."""
         job = job_slots(settings.memory_dir, settings.job_id)
         slot_root = job / f"node-{self._node_id}"
-        slot_root.parent.mkdir(mode=0o700, exist_ok=True)
+        make_private(slot_root.parent)
         layout = memory.layout_words(settings.world_size, settings.nproc_per_node)
         found = memory.settle_layout(slot_root, layout)
         (slot_root.parent / KEPT_MARK).unlink(missing_ok=True)
@@ -294,7 +301,8 @@ class Agent:
     def _read_rank(
         self, rank: Rank, incarnation: int, sock: socket.socket, *, to_the_end: bool = False
     ) -> None:
-        while True:
+        # At the end there is what the socket's buffer holds; before, others want to be heard too.
+        for _ in itertools.count() if to_the_end else range(_MESSAGES_AT_ONCE):
             try:
                 data = sock.recv(RANK_TO_AGENT.bytes_max + 1)
             except (BlockingIOError, OSError):
@@ -306,10 +314,16 @@ class Agent:
             try:
                 message: FromRank = RANK_TO_AGENT.decode(data)
             except OperatingError as error:
-                self._note("garbage from a rank", f"rank {rank}: {error}")
+                self._note_garbage(rank, incarnation, str(error))
                 continue
             snapshots = self._held_by(rank) if isinstance(message, _LOOK_AT_SLOTS) else None
             self._feed(FromLocalRank(rank, incarnation, message, snapshots))
+
+    def _note_garbage(self, rank: Rank, incarnation: int, text: str) -> None:
+        """A process that writes into every descriptor it finds must not fill the log."""
+        self._garbage[rank, incarnation] += 1
+        if self._garbage[rank, incarnation] <= _GARBAGE_NOTED_MAX:
+            self._note("garbage from a rank", f"rank {rank}: {text}")
 
     def _held_by(self, rank: Rank) -> tuple[SnapshotId, ...]:
         directory = Path(self._driver.state.slot_root) / f"rank-{rank}"
@@ -335,7 +349,7 @@ class Agent:
                     self._end(self._process_of[rank].pid)
             case OpenStore():
                 self._spawn(asyncio.create_task(self._open_store()))
-            case ListCheckpoints() | WriteSlot() | CommitShards():
+            case ListCheckpoints() | WriteSlot() | CancelWrite() | CommitShards():
                 self._in_store(output)
             case EndProcess(exit_code):
                 if not self._exit.done():
@@ -343,13 +357,15 @@ class Agent:
             case _:
                 raise AssertionError(f"not a node's output: {output}")
 
-    def _in_store(self, order: ListCheckpoints | WriteSlot | CommitShards) -> None:
+    def _in_store(self, order: ListCheckpoints | WriteSlot | CancelWrite | CommitShards) -> None:
         assert self._durable is not None, "the store is named by the welcome"
         match order:
             case ListCheckpoints():
                 self._durable.list_checkpoints()
             case WriteSlot():
                 self._durable.write(order)
+            case CancelWrite():
+                self._durable.cancel(order)
             case CommitShards():
                 self._durable.commit(order)
 
@@ -378,6 +394,9 @@ class Agent:
             "forked after the welcome"
         )
         log = Path(self._driver.state.log_root) / f"rank-{rank}-start-{incarnation}.log"
+        if log.is_symlink():
+            self._feed(ForkFailed(rank, incarnation, f"{log} is a link; remove it"))
+            return
         self._follow(rank, log)
         launch = RankLaunch(
             script=self._script.path,

@@ -25,7 +25,7 @@ from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.manifest import Manifest, checkpoint_name
 from stepfast.checkpoint.owner import StoreOwner, StoreTaken
 from stepfast.checkpoint.store import CheckpointStore, open_store
-from stepfast.checkpoint.writer import write_slot
+from stepfast.checkpoint.writer import Pace, write_slot
 from stepfast.core.messages import JobSettings
 from stepfast.core.node_state import (
     CommitEnded,
@@ -34,14 +34,37 @@ from stepfast.core.node_state import (
     SlotNotWritten,
     SlotWritten,
     StoreUnusable,
+    WriteSigns,
 )
-from stepfast.core.outputs import CommitShards, WriteSlot
-from stepfast.core.terms import SnapshotId
-from stepfast.errors import EXIT_USER_ERROR, StepfastError
+from stepfast.core.outputs import CancelWrite, CommitShards, WriteSlot
+from stepfast.core.terms import Rank, SnapshotId
+from stepfast.errors import EXIT_USER_ERROR, StateError, StepfastError
 
 _RELEASE_LIMIT_S = 2.0
+_REST_S = 1.0  # a write that is held to a rate rests for so long at a time
 _BROKEN = "an error of stepfast itself; the agent's output has its traceback"
 Feed = Callable[[NodeInput], None]
+
+
+class _Write:
+    """A write under way: its thread gives signs of life, the event loop may call it off."""
+
+    def __init__(self) -> None:
+        self.signs = 0
+        self.is_cancelled = False
+
+    def moved(self, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        """In the thread, between two calls of the store; raises where it shall end."""
+        self.signs += 1
+        if self.is_cancelled:
+            raise StateError("the write was called off")
+
+    def rest(self, seconds: float) -> None:
+        """Sleep, and give signs meanwhile."""
+        ends_at = time.monotonic() + seconds
+        while (left_s := ends_at - time.monotonic()) > 0:
+            time.sleep(min(left_s, _REST_S))
+            self.moved()
 
 
 class DurableWork:
@@ -53,6 +76,7 @@ class DurableWork:
         self._slot_root = slot_root
         self._feed = feed
         self._loop = asyncio.get_running_loop()
+        self._writes: dict[tuple[Rank, SnapshotId], _Write] = {}
         self._opened: tuple[CheckpointStore, StoreOwner] | None = None
         self._opening = threading.Lock()
         self._is_closed = threading.Event()
@@ -65,7 +89,18 @@ class DurableWork:
     def write(self, order: WriteSlot) -> None:
         """A slot into the store."""
         broken = SlotNotWritten(order.rank, order.checkpoint, _BROKEN)
-        self._begin(f"write-{order.rank}", lambda: self._write(order), broken)
+        write = self._writes[order.rank, order.checkpoint] = _Write()
+        self._begin(f"write-{order.rank}", lambda: self._write(order, write), broken)
+
+    def cancel(self, order: CancelWrite) -> None:
+        """Its thread ends at the next piece. One that sits in a call of the store ends with it."""
+        write = self._writes.get((order.rank, order.checkpoint))
+        if write is not None:
+            write.is_cancelled = True
+
+    def signs(self) -> tuple[WriteSigns, ...]:
+        """What the writes under way have given so far."""
+        return tuple(WriteSigns(r, c, write.signs) for (r, c), write in self._writes.items())
 
     def commit(self, order: CommitShards) -> None:
         """The manifest, and the end of what need not be kept."""
@@ -91,9 +126,14 @@ class DurableWork:
                 given = work()
             finally:
                 if not self._loop.is_closed():
-                    self._loop.call_soon_threadsafe(self._feed, given)
+                    self._loop.call_soon_threadsafe(self._ended_with, given)
 
         threading.Thread(target=run, name=f"stepfast-{name}", daemon=True).start()
+
+    def _ended_with(self, given: NodeInput) -> None:
+        if isinstance(given, SlotWritten | SlotNotWritten):
+            self._writes.pop((given.rank, given.checkpoint), None)
+        self._feed(given)
 
     def _store(self) -> tuple[CheckpointStore, StoreOwner]:
         with self._opening:
@@ -148,8 +188,9 @@ class DurableWork:
         is_strict = settings.checkpoints.is_strict
         return judge(store.url, seen, found, is_strict=is_strict, below=below)
 
-    def _write(self, order: WriteSlot) -> NodeInput:
+    def _write(self, order: WriteSlot, write: _Write) -> NodeInput:
         began = time.monotonic()
+        pace = Pace(self._settings.checkpoints.bytes_per_s_max, sleep=write.rest)
         try:
             store, ours = self._store()
             ours.cover(order.checkpoint.generation)
@@ -159,7 +200,8 @@ class DurableWork:
                 order.checkpoint,
                 rank=order.rank,
                 world_size=self._settings.world_size,
-                bytes_per_s=self._settings.checkpoints.bytes_per_s_max,
+                pace=pace,
+                progress=write.moved,
             )
         except (OSError, StepfastError) as error:
             return SlotNotWritten(order.rank, order.checkpoint, str(error))
@@ -222,16 +264,22 @@ class DurableWork:
             job_id = self._settings.job_id
             removed = catalog.prune(store, retention, protected=protected, job_id=job_id)
             catalog.sweep_unfinished(store, in_flight=order.in_flight)
-        except (OSError, StepfastError):
+        except (OSError, StepfastError) as error:
+            text = f"what need not be kept could not be removed, and is tried again: {error}"
+            self._loop.call_soon_threadsafe(self._feed, NodeNoted("checkpoint store", text))
             return frozenset()
         return frozenset(removed)
 
 
 def _try_to_write(store: CheckpointStore, node: str) -> None:
-    """A store that takes nothing is found before the first step, not at the first checkpoint."""
+    """A store that takes nothing is found before the first step, not at the first checkpoint: both
+    ways in which a checkpoint comes to be are tried.
+    """
     name = f"probe-{node}"
     with store.writer(name) as writer:
         writer.write(b"may this node write here?")
+    store.delete(name)
+    store.put_if_absent(name, b"and may it commit?")
     store.delete(name)
 
 

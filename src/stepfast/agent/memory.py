@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepfast.checkpoint.arena import sealed_slots
+from stepfast.checkpoint.arena import make_private, sealed_slots
 
 _LAYOUT_FILE = "layout"
 HINT = "run with that layout again, or choose another --job-dir to begin anew"
@@ -67,7 +67,7 @@ def settle_layout(slot_root: Path, layout: str) -> Memory:
     elif found.own == aside:
         shutil.rmtree(slot_root, ignore_errors=True)
         aside.rename(slot_root)
-    slot_root.mkdir(mode=0o700, exist_ok=True)
+    make_private(slot_root)
     (slot_root / _LAYOUT_FILE).write_text(f"{layout}\n")
     return look(slot_root, layout)
 

@@ -142,6 +142,12 @@ class Capture:
         """Whether a sealed slot has that step."""
         return any(s.snapshot is not None and s.snapshot.step == step for s in self._arena.slots)
 
+    def digests(self, step: Step) -> list[tuple[str, tuple[int, ...], str]]:
+        """The hashes of what the sealed slot of that step holds; see `StateTree.local_digests`."""
+        held = [s.snapshot for s in self._arena.slots if s.snapshot is not None]
+        newest = max(snapshot for snapshot in held if snapshot.step == step)
+        return self._tree.digests_in(self._arena.read(newest))
+
     def restore(self, snapshot: SnapshotId) -> None:
         """Bring the tree into the state of a sealed slot; StateError where there is none, or it
         does not fit.

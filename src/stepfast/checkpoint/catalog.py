@@ -38,7 +38,7 @@ from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.checkpoint.writer import Progress, no_progress
 from stepfast.core.terms import NO_GENERATION, Generation, SnapshotId
-from stepfast.errors import StateError
+from stepfast.errors import OperatingError, StateError
 
 VERIFY_PIECE_BYTES = 8 << 20
 VERIFY_THREADS = 4
@@ -200,13 +200,20 @@ def prune(
 ) -> list[SnapshotId]:
     """Remove what need not stay and is not `protected`; returns what that was, oldest first.
 
-    With `job_id`, checkpoints that other jobs committed count for nothing, and stay.
+    With `job_id`, checkpoints that other jobs committed count for nothing, and stay. One that
+    cannot be removed is in no other's way: the first of such errors comes at the end.
     """
     manifests = survey(store).manifests
     there = [m.snapshot for m in manifests if job_id in (None, m.job_id)]
     surplus = [s for s in retention.surplus(there) if s not in protected]
+    failures = []
     for snapshot in () if dry_run else surplus:
-        _remove(store, snapshot)
+        try:
+            _remove(store, snapshot)
+        except OperatingError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
     return surplus
 
 

@@ -260,6 +260,7 @@ def seal_bytes(snapshot: SnapshotId, digest: str) -> bytes:
     return (body + _seal_check(body, digest)).ljust(_SEAL_BYTES, b".")
 
 
+@lru_cache(maxsize=64)  # those of a rank's slots are read several times at each step
 def parse_seal(seal: bytes, digest: str) -> SnapshotId | None:
     """What a seal says; None where it is torn, foreign or absent."""
     words = seal.split(b" ")

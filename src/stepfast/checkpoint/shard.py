@@ -58,10 +58,12 @@ class StoredShard:
         by_block: dict[int, list[_Place]] = {}
         twice: list[tuple[memoryview, memoryview]] = []
         first: dict[int, memoryview] = {}
-        for entry, memory in sorted(places, key=lambda place: place[0].start):
+        # Empty ones have no bytes, and may begin where another one does.
+        filled = ((entry, memory) for entry, memory in places if len(memory))
+        for entry, memory in sorted(filled, key=lambda place: place[0].start):
             if entry.start in first:
                 twice.append((memory, first[entry.start]))
-            elif len(memory):
+            else:
                 first[entry.start] = memory
                 place = _Place(start + entry.start, start + entry.end, memory)
                 for number in self._checkpoint.blocks(self._rank, place.start, place.end):

@@ -1,10 +1,11 @@
-"""`stepfast ckpt`: look at checkpoints, check them, compare them, remove old ones.
+"""`stepfast ckpt`: look at checkpoints, check and compare them, remove old ones, import others'.
 
 Owns: which store and checkpoint a person means; words and tables. Does not own: the store's work
 (`checkpoint`).
 
-Invariants: only `prune` and `export` change anything. Exit codes: 0; 1 where `verify` found damage,
-`diff` a difference, or the store failed; 78 for a command that cannot work.
+Invariants: only `prune`, `export` and `import` change anything. Exit codes: 0; 1 where `verify`
+found damage, `diff` a difference, a source is damaged, or the store failed; 78 for a command that
+cannot work.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+import stepfast
 from stepfast.checkpoint.catalog import (
     Finding,
     Retention,
@@ -29,6 +31,8 @@ from stepfast.checkpoint.catalog import (
     verify,
 )
 from stepfast.checkpoint.export import export_safetensors
+from stepfast.checkpoint.imported import Selection, import_checkpoint, open_source
+from stepfast.checkpoint.imported import choose as choose_tensors
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.manifest import (
     Manifest,
@@ -45,6 +49,7 @@ from stepfast.observe.sizes import size_text
 
 JOB_FOLDER = "checkpoints"  # of a job directory
 _BAR_CHARS = 30
+_NAMES_SHOWN = 3
 
 
 def run_ckpt(options: argparse.Namespace) -> int:
@@ -56,6 +61,7 @@ def run_ckpt(options: argparse.Namespace) -> int:
         "diff": _diff,
         "prune": _prune,
         "export": _export,
+        "import": _import,
     }
     return commands[options.ckpt_command](options)
 
@@ -282,6 +288,53 @@ def _export_by_torch(checkpoint: StoredCheckpoint, options: argparse.Namespace) 
     else:
         _say(f"{checkpoint.place}: {count} tensors in {target}")
     return EXIT_FINISHED
+
+
+def _import(options: argparse.Namespace) -> int:
+    if options.step < 0:
+        raise ConfigError(f"--step must be at least 0, not {options.step}")
+    selection = Selection(options.object, options.prefix, tuple(options.without))
+    source = open_source(Path(options.source))
+    chosen = choose_tensors(source, selection)
+    bar = _Bar("import")
+    store = _store_to_be(options.store)
+    manifest = import_checkpoint(
+        source,
+        chosen,
+        store,
+        tracked=selection.tracked,
+        step=options.step,
+        version=stepfast.__version__,
+        progress=bar.show,
+    )
+    bar.clear()
+    url = f"{store.url}/{manifest.name}"
+    if options.json:
+        count = len(manifest.tensors)
+        _say_json({"url": url, "tensors": count, "left_out": sorted(chosen.left_out)})
+        return EXIT_FINISHED
+    size = size_text(sum(tensor.size_bytes for _, tensor in chosen.tensors.values()))
+    _say(f"{source.place} ({source.kind}): {len(manifest.tensors)} tensors, {size}, in {url}")
+    if chosen.left_out:
+        shown = ", ".join(sorted(chosen.left_out)[:_NAMES_SHOWN])
+        more = "" if len(chosen.left_out) <= _NAMES_SHOWN else ", ..."
+        _say(f"left out: {len(chosen.left_out)} ({shown}{more})")
+    _say(
+        f"to start from it: stepfast run --checkpoints {store.url} SCRIPT; what the script tracks"
+        f" besides {selection.tracked} is named: --start-fresh optimizer"
+    )
+    return EXIT_FINISHED
+
+
+def _store_to_be(url: str) -> CheckpointStore:
+    """The store that `url` means, which need not be there yet."""
+    if parse_checkpoint_name(url.rstrip("/").rpartition("/")[2]) is not None:
+        raise ConfigError(f"{url} is a checkpoint; give the store that it is to be in, and --step")
+    store = open_store(url)
+    path = Path(store.url)
+    if "://" not in store.url and (path / JOB_FOLDER).is_dir():
+        return open_store(path / JOB_FOLDER)
+    return store
 
 
 class _Bar:

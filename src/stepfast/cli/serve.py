@@ -281,6 +281,7 @@ def _checkpoint_settings(config: JobConfig, job_dir: Path) -> CheckpointSettings
         bytes_per_s_max=config.checkpoint_bytes_per_s,
         user=metadata_of(config),
         is_strict=config.on_damage == "stop",
+        start_fresh=config.start_fresh,
     )
 
 

@@ -33,7 +33,7 @@ class FaultKind(StrEnum):
 
 
 class ErrorClass(StrEnum):
-    """Whose an exception is. Only `USER` can ever mean that the job's code is at fault."""
+    """Whose an exception is. Only `USER` and `STATE` can mean that the job will fail again."""
 
     USER = "user"
     COLLECTIVE = "collective"
@@ -41,6 +41,7 @@ class ErrorClass(StrEnum):
     MEMORY = "memory"
     IO = "io"
     CHECKPOINT = "checkpoint"  # a committed checkpoint is damaged: another one may be whole
+    STATE = "state"  # state that cannot be read, or does not fit what the script tracks
 
 
 class ExceptionReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -235,6 +235,7 @@ class CheckpointFailed(_Message, frozen=True, kw_only=True):
     checkpoint: SnapshotId
     rank: Rank | None
     reason: str
+    is_skip: bool = False  # not begun: the one before is still being written there
 
 
 class CheckpointMissed(_Message, frozen=True, kw_only=True):
@@ -244,12 +245,13 @@ class CheckpointMissed(_Message, frozen=True, kw_only=True):
 
 
 class CommitDone(_Message, frozen=True, kw_only=True):
-    """The manifest is in the store."""
+    """The manifest is in the store; what need not be kept beside it was `removed`."""
 
     checkpoint: SnapshotId
     name: str
     size_bytes: int
     seconds: float
+    removed: tuple[SnapshotId, ...] = ()
 
 
 class StoreRefused(_Message, frozen=True, kw_only=True):
@@ -349,6 +351,25 @@ class CommitCheckpoint(_Message, frozen=True, kw_only=True):
     shards: tuple[ShardFile, ...]
 
 
+class CancelCheckpoint(_Message, frozen=True, kw_only=True):
+    """It will never be whole: nobody writes it or keeps a slot for it.
+
+    Where ranks took different steps, `not_before` brings them together again: in the checkpoint's
+    generation no earlier step is due by its number.
+    """
+
+    checkpoint: SnapshotId
+    not_before: Step
+
+
+class CheckpointsHeld(_Message, frozen=True, kw_only=True):
+    """What the store holds now, for every node but the one that changed it: a coordinator that
+    comes back hears it from them.
+    """
+
+    checkpoints: tuple[SnapshotId, ...]
+
+
 class PersistSlots(_Message, frozen=True, kw_only=True):
     """The ranks are no more: make the state that these slots hold durable."""
 
@@ -416,6 +437,14 @@ class RankSealed(_Message, frozen=True, kw_only=True):
     """The slot of a step that is to be made durable is sealed, and kept until it is."""
 
     snapshot: SnapshotId
+
+
+class RankSkipped(_Message, frozen=True, kw_only=True):
+    """A step that was due is not kept for being made durable."""
+
+    snapshot: SnapshotId
+    reason: str
+    is_late: bool = False  # the word came when the step was over
 
 
 class RankLogged(_Message, frozen=True, kw_only=True):
@@ -490,6 +519,13 @@ class RankUnpin(_Message, frozen=True, kw_only=True):
     snapshot: SnapshotId
 
 
+class RankCancel(_Message, frozen=True, kw_only=True):
+    """Do not keep this slot; no step before `not_before` is due by its number."""
+
+    snapshot: SnapshotId
+    not_before: Step
+
+
 class RankProbe(_Message, frozen=True, kw_only=True):
     """Where are you?"""
 
@@ -522,6 +558,8 @@ FromCoordinator = (
     | ProbeRanks
     | CheckpointAt
     | CommitCheckpoint
+    | CancelCheckpoint
+    | CheckpointsHeld
     | PersistSlots
     | FinishJob
 )
@@ -537,8 +575,10 @@ FromRank = (
     | RankChecked
     | RankReturned
     | RankSealed
+    | RankSkipped
     | RankLogged
     | RankNoted
     | ProbeAnswer
 )
-ToRank = RankStart | RankLeave | RankFinish | RankProbe | RankCheckpointAt | RankUnpin
+AboutPins = RankCheckpointAt | RankUnpin | RankCancel
+ToRank = RankStart | RankLeave | RankFinish | RankProbe | AboutPins

@@ -40,7 +40,9 @@ class Writing:
     """A slot on its way into the checkpoint store; the checkpoint is called as the slot is."""
 
     checkpoint: SnapshotId
-    since: float
+    signs: int = 0  # of life, so far
+    sign_at: float = 0.0  # the last one
+    is_quiet: bool = False  # it was said that there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +70,15 @@ class LocalRank:
     keep_obstacle: str | None = NOTHING_BUILT
     build_has_collectives: bool = False
     writing: Writing | None = None
-    write_next: Writing | None = None  # of a rank that has returned
+    write_next: SnapshotId | None = None  # of a rank that has returned
+    abandoned: tuple[SnapshotId, ...] = ()  # given up; their threads have not ended yet
     written: tuple[ShardWritten, ...] = ()  # the newest: told again when asked
 
     @property
-    def in_flight(self) -> tuple[Writing, ...]:
+    def in_flight(self) -> tuple[SnapshotId, ...]:
         """What is being written, or will be."""
-        return tuple(w for w in (self.writing, self.write_next) if w is not None)
+        writing = None if self.writing is None else self.writing.checkpoint
+        return tuple(w for w in (writing, self.write_next) if w is not None)
 
     @property
     def is_leaving(self) -> bool:
@@ -141,7 +145,8 @@ class NodeState:
     store_asked: bool = False
     store_below: Generation = NO_GENERATION  # the newest that may be another job's in the store
     store_refusal: StoreRefused | None = None
-    committing: SnapshotId | None = None
+    cancelled: tuple[SnapshotId, ...] = ()  # the newest that nobody writes any more
+    committing: tuple[SnapshotId, ...] = ()  # also those that were given up and have not ended
     committed: CommitDone | None = None  # the newest by this node: told again when asked
     finish: FinishJob | None = None
     failed_after: tuple[Rank, ...] = ()  # ranks whose script failed behind the resilient function
@@ -292,12 +297,22 @@ class NodeStopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteSigns:
+    """How many signs of life a write has given: a piece that was taken, a rest that was over."""
+
+    rank: Rank
+    checkpoint: SnapshotId
+    signs: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeTick:
     """Input: time went by; `stopped_ranks` are those told to leave whose process the kernel shows
-    as stopped.
+    as stopped, `writes` those under way.
     """
 
     stopped_ranks: frozenset[Rank] = frozenset()
+    writes: tuple[WriteSigns, ...] = ()
 
 
 NodeInput = (

@@ -95,6 +95,14 @@ class WriteSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelWrite:
+    """Agent: the write is of no use any more; its thread ends where it can, and says so."""
+
+    rank: Rank
+    checkpoint: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
 class CommitShards:
     """Agent: check the shards and write the manifest; then remove what need not be kept, but
     nothing that is `in_flight`.
@@ -152,6 +160,7 @@ Output = (
     | OpenStore
     | ListCheckpoints
     | WriteSlot
+    | CancelWrite
     | CommitShards
     | EndProcess
     | AbortGroups

@@ -24,6 +24,7 @@ from stepfast.events import (
     Note,
     Recovered,
 )
+from stepfast.runtime.disk import write_own
 
 SUMMARY_VERSION = 1
 
@@ -121,6 +122,4 @@ def _recovery(event: Recovered) -> dict[str, Any]:
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write whole or not at all."""
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    temporary.replace(path)
+    write_own(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

@@ -81,6 +81,13 @@ class Host(Protocol):
     def turn_began(self, step: Step) -> None:
         """One more turn."""
 
+    @property
+    def loop_left(self) -> bool:
+        """Whether the job goes on from a loop that was left early: no turn is to follow."""
+
+    def turn_left(self, step: Step) -> Step:
+        """The loop was left by `break` within a turn: how many steps are done."""
+
     def turn_ended(self, step: Step, *, is_last: bool) -> None:
         """A turn is whole; `step` steps are done."""
 
@@ -141,6 +148,15 @@ class PlainHost:
 
     def turn_began(self, step: Step) -> None:
         """Nobody watches."""
+
+    @property
+    def loop_left(self) -> bool:
+        """A plain script goes on from nothing."""
+        return False
+
+    def turn_left(self, step: Step) -> Step:
+        """Nobody counts."""
+        return step
 
     def turn_ended(self, step: Step, *, is_last: bool) -> None:
         """Nobody takes a snapshot."""

@@ -31,6 +31,7 @@ from stepfast.core.messages import (
     RankNoted,
     RankResumed,
     RankSealed,
+    RankSkipped,
     RankStart,
     TensorDigest,
 )
@@ -43,7 +44,7 @@ from stepfast.train.groups import Groups
 from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
 from stepfast.train.monitor import Monitor
-from stepfast.train.pins import Pins
+from stepfast.train.pins import Claim, Pins
 from stepfast.train.rng import RngState
 from stepfast.train.snapshots import Snapshots
 from stepfast.train.whereabouts import Whereabout
@@ -207,9 +208,12 @@ class RankHost:
             tracked.tree,
             stored,
             world_size=self.world_size,
+            start_fresh=order.settings.checkpoints.start_fresh,
             on_warning=lambda text: self.note("checkpoint", text),
             on_read=self._bytes_came(order),
         )
+        if stored.manifest.job_id != order.settings.job_id:
+            tracked.tree.loop_left = False  # another job goes on from there
         self._rng_resumed = RngState.take()
 
     def _bytes_came(self, order: RankStart) -> Callable[[int], None]:
@@ -230,10 +234,17 @@ class RankHost:
         self._monitor.check()
         snapshot = SnapshotId(self._present.generation, step)
         self.snapshots.fence()
-        self._pins.drop_unsealed()  # it was void
-        if self._pins.is_due(step) and not self._pins.try_pin(snapshot):
-            self.note("checkpoint skipped", f"step {step}: the one before is still being written")
+        for late in self._pins.passed(step):
+            self._skipped(SnapshotId(snapshot.generation, late), "announced too late", is_late=True)
+        if (void := self._pins.drop_unsealed()) is not None:
+            self._skipped(void, "its snapshot was void")
+        # The last step is written when the function has returned, whatever is written now.
+        if self._pins.claim(snapshot) is Claim.BUSY and not whole:
+            self._skipped(snapshot, "the one before is still being written")
         self.snapshots.begin(snapshot, whole=whole)
+
+    def _skipped(self, snapshot: SnapshotId, reason: str, *, is_late: bool = False) -> None:
+        self._monitor.send(RankSkipped(snapshot=snapshot, reason=reason, is_late=is_late))
 
     def _sealed(self, captured: Captured) -> None:
         if self._pins.seal(captured.snapshot):
@@ -242,7 +253,8 @@ class RankHost:
     def finish_snapshots(self, step: Step) -> None:
         """The user's function has returned at `step`: what is being copied is sealed.
 
-        A loop that was left early may have no snapshot of it: the state as it is now is that.
+        A loop that was left early may have no snapshot of it: the state as it is now is that. It is
+        taken here and not before: a fault until now has the turn that left made again.
         """
         with self._monitor.shield():
             self.snapshots.fence()
@@ -253,10 +265,11 @@ class RankHost:
         """The generation is over, its groups aborted: no copy is under way behind this."""
         self.snapshots.settle(aborted=True)
 
-    def digests(self) -> tuple[TensorDigest, ...]:
-        """The state as it stands: name, place and hash of every local tensor."""
-        tracked = self.kept.tracked
-        return digests_of(tracked.tree.local_digests()) if tracked is not None else ()
+    def digests(self, step: Step) -> tuple[TensorDigest, ...]:
+        """The state that the slot of `step` holds, which is what is made durable: name, place and
+        hash of every local tensor.
+        """
+        return digests_of(self.snapshots.digests(step))
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -285,8 +298,22 @@ class RankHost:
             self.account.world_operations = self._world_operations()
         return step
 
+    @property
+    def loop_left(self) -> bool:
+        """Whether the state that was restored is that of a loop that was left early."""
+        return self.kept.tracked is not None and self.kept.tracked.tree.loop_left
+
+    def turn_left(self, step: Step) -> Step:
+        """The loop was left within a turn; it counts if an optimizer has stepped in it."""
+        assert self.kept.tracked is not None, "steps begin after track"
+        if not self.snapshots.has_stepped:
+            return step
+        self.kept.tracked.tree.loop_left = True
+        return Step(step + 1)
+
     def turn_began(self, step: Step) -> None:
         """Tell the watch; the place where boundary faults strike."""
+        self.snapshots.has_stepped = False
         account = self.account
         first = account.turns == 0
         now = time.monotonic()

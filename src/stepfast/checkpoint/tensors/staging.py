@@ -11,8 +11,9 @@ every optimizer's step, and `differing`, which compares bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,12 +22,17 @@ from torch.optim import Optimizer
 
 from stepfast.checkpoint.arena import Slot
 from stepfast.checkpoint.capture import COPY_ERRORS
+from stepfast.checkpoint.layout import Layout
 from stepfast.checkpoint.tensors.copier import Copier, Copying
 from stepfast.checkpoint.tensors.local import local_of
 from stepfast.checkpoint.tensors.naming import is_transparent
 
 Copiers = Mapping[str, Copier]  # by type of device
 _CANCEL_LIMIT_S = 10.0
+# What is asked of all tensors at every step, in C.
+_ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
+_STRIDE: Callable[[Tensor], tuple[int, ...]] = Tensor.stride
+_VERSION: Callable[[Tensor], int] = attrgetter("_version")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,7 +44,7 @@ class Staging:
         self.names = names
         self.tensors = tensors
         # No shapes: with the same memory and version, what was copied is what was there.
-        self.addresses = [tensor.data_ptr() for tensor in tensors]
+        self.addresses = list(map(_ADDRESS, tensors))
         self._versions = _versions(tensors)
         self._devices = devices
         self._under_way: list[Copying] = []
@@ -48,11 +54,10 @@ class Staging:
     ) -> None:
         """Begin to copy `sources`, aliases of the tensors, into `targets`."""
         try:
-            for device, copier in copiers.items():
+            for device in sorted(set(self._devices)):
                 mine = [each == device for each in self._devices]
-                if any(mine):
-                    pairs = list(compress(targets, mine)), list(compress(sources, mine))
-                    self._under_way.append(copier.start(slot, *pairs))
+                pairs = list(compress(targets, mine)), list(compress(sources, mine))
+                self._under_way.append(copiers[device].start(slot, *pairs))
         except BaseException:
             self.cancel()
             self.wait(_CANCEL_LIMIT_S)
@@ -96,7 +101,7 @@ class Staging:
 
     def changed(self) -> list[str]:
         """The tensors that were changed or given other memory since the boundary."""
-        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        addresses = list(map(_ADDRESS, self.tensors))
         versions = _versions(self.tensors)
         if addresses == self.addresses and versions == self._versions:
             return []
@@ -112,26 +117,17 @@ class Aliases:
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, Tensor] = {}  # by address; what it keeps alive has that address alone
+        self._found: list[Tensor] = []
+        # Of the last ones. What has one of the addresses is kept alive, and so is alone to have it.
+        self._views: tuple[object, ...] = ()
 
-    def of(self, staging: Staging) -> list[Tensor]:
-        """An alias of each staged tensor."""
-        before, found = self._of, []
-        for address, tensor in zip(staging.addresses, staging.tensors, strict=True):
-            alias = before.get(address)
-            if alias is None or not _same_view(alias, tensor):
-                alias = tensor.detach()
-            found.append(alias)
-        self._of = dict(zip(staging.addresses, found, strict=True))
-        return found
-
-
-def _same_view(alias: Tensor, tensor: Tensor) -> bool:
-    return (
-        alias.shape == tensor.shape
-        and alias.dtype == tensor.dtype
-        and alias.stride() == tensor.stride()
-    )
+    def of(self, staging: Staging, layout: Layout) -> list[Tensor]:
+        """An alias of each staged tensor; `layout` has their shapes and dtypes."""
+        strides = list(map(_STRIDE, staging.tensors))
+        views = (layout.digest, staging.names, staging.addresses, strides)
+        if views != self._views:
+            self._found, self._views = [tensor.detach() for tensor in staging.tensors], views
+        return self._found
 
 
 def optimizer_held(objects: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -175,6 +171,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _versions(tensors: list[Tensor]) -> list[int]:
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_VERSION, tensors))
     except RuntimeError:  # a tensor made in inference mode has none, and no optimizer updates it
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any
 
 from torch import nn
 
 from stepfast.checkpoint.tensors.local import loaded_type
+
+_VALUES = methodcaller("values")
 
 
 class Structure:
@@ -38,7 +40,12 @@ class Structure:
         """Whether nothing has changed. Brings FSDP2 modules into sharded form, as naming does."""
         if self.has_flat_parameters:
             return False
+        if self._is_read_as_before():
+            return True  # sharded too: unsharded parameters are other tensors
         self._reshard()
+        return self._is_read_as_before()
+
+    def _is_read_as_before(self) -> bool:
         dicts = self._read_dicts()
         same_dicts = all(map(is_, dicts, self._dicts))
         return same_dicts and self._read_marks(dicts) == self._marks
@@ -54,5 +61,5 @@ class Structure:
 
     def _read_marks(self, dicts: list[Mapping[str, object]]) -> tuple[object, ...]:
         keys = list(chain.from_iterable(dicts))
-        ids = list(map(id, chain.from_iterable(d.values() for d in dicts)))
+        ids = list(map(id, chain.from_iterable(map(_VALUES, dicts))))
         return keys, ids, list(map(len, dicts)), list(map(type, self._modules))

@@ -15,11 +15,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Set
 from itertools import compress
+from operator import is_
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.arena import Slot
@@ -27,6 +29,8 @@ from stepfast.checkpoint.layout import Layout, TensorSpec, private_name
 from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopier, copy_all
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
+    LOOP_LEFT_NAME,
+    OWN_NAME,
     Objects,
     check_coupled,
     check_trackable,
@@ -58,6 +62,53 @@ class Collected(NamedTuple):
     held: list[str]
 
 
+DigestRow = tuple[str, tuple[int, ...], str]
+
+
+class _Split(NamedTuple):
+    """Which of a slot's tensors are copied now, and which `later`, by types of device."""
+
+    later: list[str]
+    now: list[bool]
+    names: list[str]  # of the later ones
+    devices: list[str]
+    targets_now: list[Tensor]
+    targets_later: list[Tensor]
+
+    @classmethod
+    def of(cls, slot: Slot, later: list[str], targets: list[Tensor]) -> _Split:
+        now = [not device for device in later]
+        names = [entry.name for entry in compress(slot.layout.entries, later)]
+        divided = list(compress(targets, now)), list(compress(targets, later))
+        return cls(later, now, names, list(filter(None, later)), *divided)
+
+
+class _Last:
+    """What was collected last, to begin from."""
+
+    def __init__(self, state: Collected, sink: Sink, held_ids: set[int]) -> None:
+        """`held_ids`: of the tensors that only an optimizer's step changes."""
+        self._state, self._fixed, self._held_ids = state, sink.fixed, held_ids
+        index = {entry.name: at for at, entry in enumerate(state.layout.entries)}
+        self._other = [(name, known.spec, index[name]) for name, known in sink.found.items()]
+
+    def with_other(self, sink: Sink, blob: bytes) -> Collected | None:
+        """The state now, where it differs only in what is no module's and no optimizer's."""
+        state = self._state
+        if len(sink.fixed) != len(self._fixed) or not all(map(is_, sink.fixed, self._fixed)):
+            return None
+        if len(sink.found) != len(self._other) or not state.layout.has_room_for(len(blob)):
+            return None
+        tensors, held = state.tensors.copy(), state.held.copy()
+        pairs = zip(sink.found.items(), self._other, strict=True)
+        for (name, known), (name_before, spec_before, at) in pairs:
+            is_held = id(known.tensor) in self._held_ids
+            if name != name_before or known.spec != spec_before or is_held:
+                return None
+            tensors[at] = known.local
+        return Collected(state.layout, tensors, blob, held)
+
+
 class StateTree:
     """The tracked objects of one rank. For the thread that trains, between two steps."""
 
@@ -73,7 +124,10 @@ class StateTree:
             check_trackable(name, value)
         check_coupled(objects)
         self._objects = dict(objects)
+        optimizers = [v for v in objects.values() if isinstance(v, Optimizer)]
+        self._is_transparent = all(map(is_transparent, optimizers))
         self.rank, self._private = rank, private_prefixes(objects)
+        self.loop_left = False  # kept and restored with the state
         default: Mapping[str, Copier] = {"cpu": ThreadCopier(), "cuda": StreamCopier()}
         self._copiers = default if copiers is None else copiers
         self._inspector = Inspector()
@@ -82,21 +136,32 @@ class StateTree:
         self._walk: tuple[Structure, Walk] | None = None
         self._aliases = Aliases()
         self._layout: Layout | None = None
+        self._last: _Last | None = None
+        self._held_ids: set[int] = set()
+        # Kept, for making them again would cost as much as a small copy; gone with their slot.
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
+        self._splits: WeakKeyDictionary[Slot, _Split] = WeakKeyDictionary()
         self.collect()
 
     @torch.no_grad()
     def collect(self) -> Collected:
         """What is there to keep now. ScriptError names the path of state that cannot be kept."""
         sink = self._sink()
-        blob = self._present_walk().everything(sink)
-        found = self._known = sink.found
+        blob = self._present_walk().everything(sink, loop_left=self.loop_left)
+        state = None if self._last is None else self._last.with_other(sink, blob)
+        if state is None:
+            state = self._collect_anew(sink.all(), blob)
+            self._last = _Last(state, sink, self._held_ids) if self._is_transparent else None
+        return state
+
+    def _collect_anew(self, found: dict[str, Known], blob: bytes) -> Collected:
+        self._known = found
         specs = [known.spec for known in found.values()]
         room = self._layout is not None and self._layout.has_room_for(len(blob))
         if self._layout is None or not room or specs != self._specs:
             self._layout, self._specs = Layout.build(specs, len(blob), rank=self.rank), specs
         known = [found[entry.name] for entry in self._layout.entries]
-        ids = set(map(id, optimizer_held(self._objects)))
+        ids = self._held_ids = set(map(id, optimizer_held(self._objects)))
         devices = [k.ref.device if id(k.tensor) in ids else "" for k in known]
         if self._walk is not None and self._walk[0].has_flat_parameters:
             # Parts are cut anew each time: what is an optimizer's is told by its memory.
@@ -120,18 +185,19 @@ class StateTree:
 
         The rest, and what `at_boundary` names, is in the slot when this returns.
         """
-        entries, targets = slot.layout.entries, self._targets(slot, state)
-        later = list(state.held)
+        later = state.held
         if at_boundary:
-            pairs = zip(later, entries, strict=True)
+            pairs = zip(later, slot.layout.entries, strict=True)
             later = ["" if entry.name in at_boundary else device for device, entry in pairs]
-        now = [not device for device in later]
-        names = [entry.name for entry in compress(entries, later)]
-        staging = Staging(names, list(compress(state.tensors, later)), list(filter(None, later)))
-        torch._foreach_copy_(list(compress(targets, now)), list(compress(state.tensors, now)))
+        split = self._splits.get(slot)
+        if split is None or split.later != later:
+            split = self._splits[slot] = _Split.of(slot, later, self._targets(slot, state))
+        tensors = list(compress(state.tensors, later))
+        staging = Staging(split.names, tensors, split.devices)
+        torch._foreach_copy_(split.targets_now, list(compress(state.tensors, split.now)))
         slot.write_plain(state.plain)
-        sources = self._aliases.of(staging)
-        staging.start(slot, list(compress(targets, later)), sources, self._copiers)
+        sources = self._aliases.of(staging, slot.layout)
+        staging.start(slot, split.targets_later, sources, self._copiers)
         return staging
 
     def held_and_different(self, slot: Slot, state: Collected) -> list[str]:
@@ -145,7 +211,6 @@ class StateTree:
         assert slot.layout.digest == state.layout.digest, "the slot is laid out for another state"
         targets = self._slot_tensors.get(slot)
         if targets is None:
-            # Kept, for making them again would cost as much as a small copy; gone with their slot.
             targets = [over(slot.view(entry), entry) for entry in slot.layout.entries]
             self._slot_tensors[slot] = targets
         return targets
@@ -166,37 +231,50 @@ class StateTree:
         walk, sink = Walk(self._objects), self._sink()
         walk.held(sink)
         # Or tensors that the restored state has not would stay alive.
-        self._known, self._walk, self._aliases = {}, None, Aliases()
+        self._known, self._walk, self._last, self._aliases = {}, None, None, Aliases()
+        before = sink.all()
         copy = copy or from_views(source)
-        Restoration(walk, sink.found, self._inspector, source, tree, left_alone, copy).run()
-        after = Sink(self._inspector, sink.found)
-        Walk(self._objects).held(after)
-        self._check_restored(after.found, source, left_alone)
-        self._known = after.found
+        Restoration(walk, before, self._inspector, source, tree, left_alone, copy).run()
+        sink = Sink(self._inspector, before)
+        Walk(self._objects).held(sink)
+        after = sink.all()
+        self._check_restored(after, source, left_alone)
+        self._known = after
+        self.loop_left = bool(tree[OWN_NAME].get(LOOP_LEFT_NAME, False))
 
     def look(self) -> tuple[Walk, Mapping[str, Known], Inspector]:
         """What modules and optimizers hold now, by name, and who says what a tensor is."""
         walk, sink = Walk(self._objects), self._sink()
         walk.held(sink)
-        return walk, sink.found, self._inspector
+        return walk, sink.all(), self._inspector
 
     @torch.no_grad()
-    def local_digests(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, offsets and hash of each tracked local tensor, by name; RNGs left out.
+    def local_digests(self) -> list[DigestRow]:
+        """Name, offsets and hash of each tracked local tensor as it is now, by name; RNGs left out.
 
         Ranks that hold the same part of a tensor (replicas) return the same row.
         """
-        own = tuple(private_name(self.rank, part) for part in ("rng.", "modules."))
         sink = self._sink()
         Walk(self._objects).everything(sink)
         rows = []
-        for name, known in sorted(sink.found.items()):
-            if not name.startswith(own):
+        for name, known in sorted(sink.all().items()):
+            if not self._is_own(name):
                 raw = bytearray(known.spec.size_bytes)
                 over(memoryview(raw), known.spec).copy_(known.local)
-                digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
-                rows.append((name, known.spec.offsets, digest))
+                rows.append((name, known.spec.offsets, _hash(raw)))
         return rows
+
+    def digests_in(self, source: Views) -> list[DigestRow]:
+        """The same of what a snapshot of these objects holds."""
+        entries = sorted(source.layout.entries, key=lambda entry: entry.name)
+        return [
+            (entry.name, entry.offsets, _hash(source.view(entry)))
+            for entry in entries
+            if not self._is_own(entry.name)
+        ]
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(tuple(private_name(self.rank, p) for p in ("rng.", "modules.")))
 
     def _present_walk(self) -> Walk:
         if self._walk is None or not self._walk[0].is_same():
@@ -222,3 +300,7 @@ class StateTree:
         if here != wanted:
             names = [n for n in sorted(here | wanted) if here.get(n) != wanted.get(n)][:3]
             raise StateError(f"after restoring, these tensors do not match the snapshot: {names}")
+
+
+def _hash(data: bytearray | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()

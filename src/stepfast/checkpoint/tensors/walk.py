@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,9 +22,11 @@ from torch.optim import Optimizer
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.layout import private_name
 from stepfast.checkpoint.plain import Ref
+from stepfast.checkpoint.tensors.fixed import Fixed
 from stepfast.checkpoint.tensors.flat import cut_state
 from stepfast.checkpoint.tensors.local import Inspector, Known, Part
 from stepfast.checkpoint.tensors.naming import (
+    LOOP_LEFT_NAME,
     OWN_NAME,
     Objects,
     ParameterNames,
@@ -57,6 +60,7 @@ class Sink:
         one of `private` are `rank`'s alone.
         """
         self.found: dict[str, Known] = {}
+        self.fixed: list[Fixed] = []
         self._rank, self._private = rank, private
         self._inspector = inspector
         self._before = before
@@ -69,6 +73,17 @@ class Sink:
         self.found[name] = known
         return known.ref
 
+    def take(self, fixed: Fixed) -> None:
+        """Take in what was found together; the names are free."""
+        self.fixed.append(fixed)
+
+    def all(self) -> dict[str, Known]:
+        """What was added and what was taken in."""
+        found = dict(self.found)
+        for fixed in self.fixed:
+            found.update(fixed.found)
+        return found
+
     def beside(self) -> Sink:
         """An empty one that knows what this one knew."""
         return Sink(self._inspector, self._before, rank=self._rank, private=self._private)
@@ -79,7 +94,8 @@ class Sink:
             return value if type(value) is Ref else None
         if path.startswith(self._private):
             path = private_name(self._rank, path.removeprefix(f"{OWN_NAME}."))
-        while path in self.found:  # {"a.b": x, "a": {"b": y}} has one path for two tensors
+        # {"a.b": x, "a": {"b": y}} has one path for two tensors
+        while path in self.found or any(path in fixed.found for fixed in self.fixed):
             path += "~"
         return self.add(path, value)
 
@@ -92,16 +108,20 @@ class Walk:
         self.scans = scan_all(objects)
         self.names: ParameterNames = parameter_names(objects, self.scans)
 
+        self._is_in_pieces = any(n.piece is not None for ns in self.names.values() for n in ns)
         self._states: dict[str, _State] = {}
+        self._tensors: dict[str, _Tensors] = {}
 
-    def everything(self, sink: Sink) -> bytes:
-        """Hand every tensor to `sink`, RNGs too; return the plain values."""
+    def everything(self, sink: Sink, *, loop_left: bool = False) -> bytes:
+        """Hand every tensor to `sink`, RNGs too; return the plain values. `loop_left` is one."""
         trees, modules = self._held(sink)
         for name, value in self.objects.items():
             if name not in trees and not isinstance(value, nn.Module | Tensor | torch.Generator):
                 state = value.state_dict()
                 trees[name] = _without_functions(state) if is_schedule(value) else state
-        own = {"modules": modules, "rng": _rng_states(self.objects)}
+        own: dict[str, object] = {"modules": modules, "rng": _rng_states(self.objects)}
+        if loop_left:
+            own[LOOP_LEFT_NAME] = True
         return plain.encode({**trees, OWN_NAME: own}, sink.leaf)
 
     def held(self, sink: Sink) -> None:
@@ -115,7 +135,7 @@ class Walk:
         modules: dict[str, object] = {}
         for name, value in self.objects.items():
             if isinstance(value, nn.Module):
-                modules[name] = _module_values(self.scans[name], sink)
+                modules[name] = self._module_values(name, sink)
             elif isinstance(value, Tensor):
                 sink.add(name, value)
             elif is_transparent(value):
@@ -124,18 +144,28 @@ class Walk:
                 trees[name] = value
         return trees, modules
 
+    def _module_values(self, name: str, sink: Sink) -> dict[str, object]:
+        """Hand the module's tensors to `sink`; return what is plain about it."""
+        scan, tensors = self.scans[name], self._tensors.get(name)
+        if tensors is None or not tensors.fixed.is_good():
+            inner = sink.beside()
+            places = [(held, inner.add(held.name, held.tensor)) for held in _held_in(scan)]
+            buffers = [ref for held, ref in places if held.is_buffer]
+            tensors = self._tensors[name] = _Tensors(buffers, Fixed(inner.found))
+        sink.take(tensors.fixed)
+        return {**_flags(scan), "buffers": tensors.buffers}
+
     def _optimizer_tree(self, name: str, optimizer: Optimizer, sink: Sink) -> dict[str, object]:
         """As the function, with its state's bytes from before where that is the same tensors."""
-        marks = _state_marks(optimizer)
-        if marks is None or any(n.piece is not None for ns in self.names.values() for n in ns):
-            return _optimizer_tree(name, optimizer, self.names)
-        state = self._states.get(name)
-        if state is None or state.marks != marks or not state.is_good():
+        marks, state = _state_marks(optimizer), self._states.get(name)
+        if state is None or state.marks != marks or not state.fixed.is_good():
+            if self._is_in_pieces or not _holds_tensors_alone(optimizer):
+                return _optimizer_tree(name, optimizer, self.names)
             tree = _optimizer_tree(name, optimizer, self.names)
             inner = sink.beside()
             raw = msgspec.Raw(plain.encode(tree["state"], inner.leaf, f"{name}.state"))
-            state = self._states[name] = _State(marks, raw, inner.found)
-        sink.found.update(state.found)
+            state = self._states[name] = _State(marks, raw, Fixed(inner.found))
+        sink.take(state.fixed)
         return {"state": state.raw, "param_groups": _groups(optimizer)}
 
 
@@ -144,10 +174,14 @@ class _State(NamedTuple):
 
     marks: list[object]
     raw: msgspec.Raw
-    found: dict[str, Known]
+    fixed: Fixed
 
-    def is_good(self) -> bool:
-        return all(known.is_good(known.tensor) for known in self.found.values())
+
+class _Tensors(NamedTuple):
+    """A module's tensors, and which of them are buffers."""
+
+    buffers: list[Ref]
+    fixed: Fixed
 
 
 def set_rng_states(objects: Objects, states: Mapping[str, Any]) -> None:
@@ -171,23 +205,25 @@ def _rng_states(objects: Objects) -> dict[str, object]:
     return states
 
 
-def _module_values(scan: Scan, sink: Sink) -> dict[str, object]:
-    """Hand the module's tensors to `sink`; return what is plain about it."""
-    buffers: list[Ref] = []
-    for held in scan.places:
-        if held.tensor is not None:
-            ref = sink.add(held.name, held.tensor)
-            if held.is_buffer:
-                buffers.append(ref)
+def _held_in(scan: Scan) -> Iterator[Any]:
+    return (held for held in scan.places if held.tensor is not None)
+
+
+def _flags(scan: Scan) -> dict[str, object]:
     extra = {
         path: part.get_extra_state()
         for path, part in (*scan.owners.items(), *((raw, part) for raw, part, _ in scan.wrappers))
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
+    return {**training_flags(scan), "extra": extra}
+
+
+def training_flags(scan: Scan) -> dict[str, list[str]]:
+    """Which parts of a module are in evaluation, and which wrappers are not as what they wrap."""
     in_eval = [path for path, part in scan.owners.items() if not part.training]
     # A wrapper is, without a word, as what it wraps is: so it may be there or not.
     odd = [raw for raw, part, path in scan.wrappers if part.training != scan.owners[path].training]
-    return {"eval": in_eval, "odd_wrappers": odd, "extra": extra, "buffers": buffers}
+    return {"eval": in_eval, "odd_wrappers": odd}
 
 
 def _optimizer_tree(name: str, optimizer: Optimizer, known: ParameterNames) -> dict[str, object]:
@@ -226,18 +262,23 @@ def _groups(optimizer: Optimizer) -> list[dict[str, object]]:
     ]
 
 
-def _state_marks(optimizer: Optimizer) -> list[object] | None:
-    """What its state's names and order follow from; None where it holds more than tensors."""
-    marks: list[object] = []
-    for group in optimizer.param_groups:
-        marks += map(id, group["params"])
-    for parameter, values in optimizer.state.items():
-        if type(values) is not dict or not isinstance(parameter, Tensor):
-            return None
-        marks.append(id(parameter))
-        marks += values
-        for value in values.values():
-            if not isinstance(value, Tensor):
-                return None
-            marks.append(id(value))
-    return marks
+def _state_marks(optimizer: Optimizer) -> list[object]:
+    """What its state's names and order follow from, if it holds nothing but tensors."""
+    groups = (group["params"] for group in optimizer.param_groups)
+    states = [state for state in optimizer.state.values() if type(state) is dict]
+    return [
+        list(map(id, chain.from_iterable(groups))),
+        list(map(id, optimizer.state)),
+        list(map(len, states)),
+        list(chain.from_iterable(states)),
+        list(map(id, chain.from_iterable(map(dict.values, states)))),
+    ]
+
+
+def _holds_tensors_alone(optimizer: Any) -> bool:
+    return all(
+        isinstance(parameter, Tensor)
+        and type(values) is dict
+        and all(isinstance(value, Tensor) for value in values.values())
+        for parameter, values in optimizer.state.items()
+    )
