@@ -150,6 +150,28 @@ def test_agents_of_one_job_leave_the_sign_to_each_other(jobs: Jobs) -> None:
     assert sign() == seen, "the end stays said"
 
 
+def test_of_many_agents_one_lists_the_claims(jobs: Jobs) -> None:
+    class Counted(DirectoryStore):
+        listed = 0
+
+        def names(self, prefix: str = "") -> list[str]:
+            self.listed += 1
+            return super().names(prefix)
+
+    store = Counted(ROOT, jobs.store._disk)
+    agents = [jobs.agent("a", store) for _ in range(20)]
+    for agent in agents:
+        agent.take(Generation(0))
+    for _ in range(2):  # all know the newest sign then
+        for agent in agents:
+            agent.show_life()
+    before = store.listed
+    for _ in range(10):
+        for agent in agents:
+            agent.show_life()
+    assert store.listed - before <= 10 * 3, "for the one whose turn it is, not for each"
+
+
 def test_what_is_no_claim_is_named(jobs: Jobs) -> None:
     jobs.store.put_if_absent("owner/claim-000000001.json", b"{")
     with pytest.raises(StateError, match=r"owner/claim-000000001\.json is none of stepfast's"):
