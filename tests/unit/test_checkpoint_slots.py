@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepfast.agent.memory import settle_layout
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint.arena import (
     Arena,
@@ -110,6 +111,18 @@ def test_a_directory_that_cannot_be_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "slot-0.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OperatingError, match=r"slot-0\.safetensors: Too many"):
         Arena(tmp_path).claim(layout_of("a"))
+
+
+def test_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """In a place where everybody may write, somebody else may have made the name before."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "rank-0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OperatingError, match=r"rank-0 is a link"):
+        Arena(tmp_path / "rank-0")
+    (tmp_path / "node-0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OperatingError, match=r"node-0 is a link"):
+        settle_layout(tmp_path / "node-0", "a layout")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_sealing_changes_the_seal_and_no_other_byte(directory: Path) -> None:

@@ -35,12 +35,35 @@ def test_a_job_directory_has_one_owner(tmp_path):
     Journal(tmp_path, SystemClock()).close()
 
 
+@pytest.mark.parametrize("name", ["lock", EVENTS_FILE, "job-id.new"])
+def test_nothing_is_written_where_a_link_leads(tmp_path, name):
+    elsewhere, job = tmp_path / "elsewhere", tmp_path / "job"
+    elsewhere.write_text("not ours")
+    job.mkdir()
+    (job / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="cannot use the job directory"):
+        Journal(job, SystemClock())
+    assert elsewhere.read_text() == "not ours"
+    (job / name).unlink()
+    Journal(job, SystemClock()).close()
+
+
 def test_the_identity_outlives_a_run(tmp_path):
     first = Journal(tmp_path, SystemClock())
     first.close()
     second = Journal(tmp_path, SystemClock())
     second.close()
     assert first.job_id == second.job_id
+
+
+def test_a_given_identity_outlives_the_directory(tmp_path):
+    for directory in ("a", "b", "a"):
+        journal = Journal(tmp_path / directory, SystemClock(), "run-7")
+        journal.close()
+        assert journal.job_id == "run-7"
+    with pytest.raises(ConfigError, match=r"is that of job run-7, not of run-8"):
+        Journal(tmp_path / "a", SystemClock(), "run-8")
+    Journal(tmp_path / "a", SystemClock()).close()
 
 
 def test_a_history_goes_on_where_it_stood(tmp_path):

@@ -105,6 +105,25 @@ def test_a_tracked_loader_resumes_at_the_next_batch_in_any_epoch(run, taken):
     assert [next(resumed) for _ in range(6)] == expected
 
 
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 5])
+def test_micro_batches_of_an_interrupted_step_are_handed_out_again(run, taken):
+    """A window of five: the position is that of the step's boundary, wherever in it a fault was."""
+    batches = tracked(run, batches=Loader()).batches
+    for _ in range(5):
+        next(batches)
+    boundary = batches.state_dict()
+    window = [next(batches) for _ in range(5)]
+    batches.load_state_dict(boundary)
+    for _ in range(taken):
+        next(batches)
+    batches.load_state_dict(boundary)  # a survivor, in the midst of the window
+    assert [next(batches) for _ in range(5)] == window
+    other = Run(PlainHost(rank=0, world_size=1, local_rank=0, device_type="cpu"))
+    fresh = tracked(other, batches=Loader()).batches
+    fresh.load_state_dict(boundary)
+    assert [next(fresh) for _ in range(5)] == window
+
+
 def test_an_empty_loader_is_named(run):
     batches = tracked(run, empties=Loader(length=0)).empties
     with pytest.raises(ScriptError, match="'empties' yields no batch"):

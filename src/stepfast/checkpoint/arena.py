@@ -114,7 +114,7 @@ class Arena:
         self.laid_count = 0
         self._layout: Layout | None = None
         self._paths = [directory / f"slot-{index}.safetensors" for index in range(slot_count)]
-        _make_private(directory)
+        make_private(directory)
         occupy_standard_descriptors()
         self._slots: list[Slot | None] = [_try_adopt(path) for path in self._paths]
 
@@ -158,7 +158,7 @@ class Arena:
         changed by then.
         """
         if None in self._slots:
-            _make_private(self.directory)  # gone with its slots, perhaps
+            make_private(self.directory)  # gone with its slots, perhaps
         if self._layout is None or not self._layout.serves(layout):
             self._check_room(layout)
         self._layout = layout
@@ -326,12 +326,18 @@ def _try_adopt(path: Path) -> Slot | None:
         os.close(descriptor)
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
+    """Make the directory, or take one that is this user's alone; OperatingError for any other.
+
+    Where everybody may write (/dev/shm), somebody may have been there before with the same name.
+    """
     try:
         for above in reversed((directory, *directory.parents)):
             if not above.exists():
                 above.mkdir(mode=0o700, exist_ok=True)  # by another rank, perhaps
-        status = os.stat(directory)
+        status = os.lstat(directory)
+        if not stat.S_ISDIR(status.st_mode):
+            raise OperatingError(f"{directory} is a link; remove it, or choose another directory")
         if status.st_uid != os.geteuid():
             raise OperatingError(f"{directory} belongs to another user; choose another directory")
         if stat.S_IMODE(status.st_mode) != 0o700:

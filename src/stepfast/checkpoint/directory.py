@@ -159,7 +159,8 @@ class DirectoryStore:
         try:
             self._disk.make_directory(path)
         except FileExistsError:
-            pass  # perhaps by another process, a moment ago: then nothing says that it is durable
+            # Perhaps by another process, a moment ago: then nothing says that it is durable.
+            self._check_is_ours(path)
         except FileNotFoundError:
             if is_again:
                 raise  # what is above is there now: nothing can be made here, as below /proc
@@ -170,6 +171,12 @@ class DirectoryStore:
             self._disk.sync_directory(os.path.dirname(path))
         else:
             self._sync_foreign(os.path.dirname(path))
+
+    def _check_is_ours(self, path: str) -> None:
+        """Links lead out of the store, and are never listed: nothing is written through one."""
+        above, name = os.path.split(path)
+        if path.startswith(f"{self.url}{os.sep}") and (name, True) not in self._disk.entries(above):
+            raise NotADirectoryError(errno.ENOTDIR, "a link, or no directory", path)
 
     def _sync_foreign(self, path: str) -> None:
         try:

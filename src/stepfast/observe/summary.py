@@ -25,6 +25,7 @@ from stepfast.events import (
     Note,
     Recovered,
 )
+from stepfast.runtime.disk import write_own
 
 SUMMARY_VERSION = 1
 
@@ -73,6 +74,8 @@ def _take(summary: dict[str, Any], event: object) -> None:
         case CheckpointCommitted():
             summary["checkpoints"]["committed"] += 1
             summary["checkpoints"]["last_step"] = event.step
+            if summary["status"] != "running":  # made durable on the way out
+                summary["steps"] = max(summary["steps"], event.step)
         case CheckpointLost():
             summary["checkpoints"]["lost"] += 1
         case CheckpointsVanished():
@@ -122,6 +125,4 @@ def _recovery(event: Recovered) -> dict[str, Any]:
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write whole or not at all."""
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    temporary.replace(path)
+    write_own(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

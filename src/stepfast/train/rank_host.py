@@ -201,10 +201,14 @@ class RankHost:
         order, tracked = self._present, self.kept.tracked
         assert tracked is not None, "restored after track"
         stored = StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint)
+        saved_by = stored.manifest.job_id
+        if self.rank == 0 and saved_by != order.settings.job_id:
+            self.note("checkpoint", f"starts from step {checkpoint.step} of job {saved_by}")
         restore(
             tracked.tree,
             stored,
             world_size=self.world_size,
+            start_fresh=order.settings.checkpoints.start_fresh,
             on_warning=lambda text: self.note("checkpoint", text),
             on_read=self._bytes_came(order),
         )

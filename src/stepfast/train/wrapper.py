@@ -31,7 +31,7 @@ from stepfast.core.rank import (
 )
 from stepfast.core.timeouts import solve_timeouts, timeouts_of
 from stepfast.errors import EXIT_TRY_AGAIN, ConfigError, Interrupted, OperatingError
-from stepfast.runtime.disk import occupy_standard_descriptors
+from stepfast.runtime.disk import occupy_standard_descriptors, open_own
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
 from stepfast.train.groups import Groups, Membership
@@ -223,7 +223,7 @@ def _redirect_output(path: Path) -> None:
             stream.flush()  # a script may have closed it
     path.parent.mkdir(parents=True, exist_ok=True)
     occupy_standard_descriptors()
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    log = open_own(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -181,6 +182,25 @@ def test_a_failed_shard_loses_the_checkpoint_and_nothing_else():
     for number in range(4):
         written(rig, number, at(1, 12))
     assert len(rig.all_of(CommitCheckpoint)) == 1
+
+
+@pytest.mark.parametrize("order", sorted(itertools.permutations(range(4))))
+def test_ranks_that_fare_differently_have_one_outcome(order: tuple[int, ...]):
+    """Two ranks fail for reasons of their own, in any order with the others' success."""
+    rig = job()
+    reasons = {1: "input/output error", 2: "file exists"}
+    for number in order:
+        if number in reasons:
+            node, rank = number // rig.nproc, Rank(number)
+            failed = CheckpointFailed(checkpoint=at(1, 8), rank=rank, reason=reasons[number])
+            rig.from_node(node, failed)
+        else:
+            written(rig, number, at(1, 8))
+    (event,) = rig.all_of(CheckpointLost)
+    first = next(number for number in order if number in reasons)
+    assert (event.rank, event.reason) == (first, reasons[first])
+    assert not rig.all_of(CommitCheckpoint)
+    assert rig.state.phase is Phase.RUNNING
 
 
 def test_shards_of_an_abandoned_lineage_never_become_a_checkpoint():

@@ -15,7 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from stepfast.checkpoint.tensors.plan import Planner, parameters_of
 from stepfast.checkpoint.tensors.sources import from_file
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.tensors.walk import Walk
-from stepfast.checkpoint.tensors.wanted import Wanted
+from stepfast.checkpoint.tensors.wanted import SHOWN_MAX, Wanted
 from stepfast.errors import StateError
 
 READ_BYTES = 64 << 20  # at most, of one read; several are under way
@@ -80,6 +80,7 @@ def restore(
     *,
     world_size: int,
     is_strict: bool = True,
+    start_fresh: Collection[str] = (),
     on_warning: OnWarning = lambda text: None,
     on_read: OnRead | None = None,
 ) -> Restored:
@@ -87,8 +88,9 @@ def restore(
 
     StateError lists everything that is missing, unexpected or of another shape; if not `is_strict`
     it goes to `on_warning`, such live tensors and objects keep what they have, and the rest is
-    restored. CheckpointDamaged where the checkpoint cannot be loaded. `on_read` is told of the
-    bytes as they come, between two reads of the calling thread; it may raise.
+    restored. What `start_fresh` names, an object or a part of one, may be missing: it is left as it
+    is, with a warning. CheckpointDamaged where the checkpoint cannot be loaded. `on_read` is told
+    of the bytes as they come, between two reads of the calling thread; it may raise.
     """
     count = 0
 
@@ -101,17 +103,22 @@ def restore(
     walk, live, inspector = tree.look()
     world = OtherWorld(checkpoint, rank=tree.rank, world_size=world_size, on_warning=on_warning)
     if world.is_same_size and _is_own_layout(checkpoint, tree.rank, walk, live, world):
+        if tree.rank == checkpoint.snapshot.step % world_size:
+            checkpoint.check_whole()  # by one rank: every file is asked for its header
         shard = StoredShard(checkpoint, tree.rank, counted)
         tree.restore_from(shard, copy=from_file(shard))
         shard.check_rest()
         return Restored(is_resharded=False, read_bytes=count)
-    plan = Planner(checkpoint, walk, live, inspector, world)
+    plan = Planner(checkpoint, walk, live, inspector, world, start_fresh=start_fresh)
     plan.run()
     if plan.misfits:
         text = f"{checkpoint.place} and what is tracked do not fit: {plan.misfits.words()}"
         if is_strict:
-            raise StateError(text)
+            raise StateError(f"{text}{plan.misfits.advice()}")
         on_warning(f"{text}; what does not fit stays as it is")
+    if plan.misfits.fresh:
+        fresh = ", ".join(plan.misfits.fresh[:SHOWN_MAX])
+        on_warning(f"{checkpoint.place} has no {fresh}: as the script made it, by --start-fresh")
     source = fill(checkpoint, plan.wants.found, plan.plain(), tree.rank, counted)
     tree.restore_from(source, plan.left_alone)
     return Restored(is_resharded=True, read_bytes=count)
@@ -126,6 +133,8 @@ def _is_own_layout(
 ) -> bool:
     """Whether the rank's own file can be taken as it is: parameters and meshes are as they were."""
     layout, values = checkpoint.layout(rank), world.shared_values
+    if values[OWN_NAME].get("imported"):
+        return False  # by nobody of this job's: what a module needs may not be in it
     modules, rng = values[OWN_NAME]["modules"], values[OWN_NAME]["rng"]
     objects = {*values, *modules, *rng["generators"], *(n for n in layout.by_name if "." not in n)}
     if objects - {OWN_NAME} != walk.objects.keys():

@@ -101,7 +101,8 @@ class Restoration:
                 self._restore_other(name, value)
         states = self._fill(self._own["rng"])
         self._copy_planned()
-        set_rng_states(self._objects, states)
+        if "process" in states:  # a checkpoint that was imported has none
+            set_rng_states(self._objects, states)
 
     # --- what cannot fit is refused while nothing is changed yet ----------------------------------
 

@@ -215,10 +215,15 @@ def _flags(scan: Scan) -> dict[str, object]:
         for path, part in (*scan.owners.items(), *((raw, part) for raw, part, _ in scan.wrappers))
         if type(part).get_extra_state is not nn.Module.get_extra_state
     }
+    return {**training_flags(scan), "extra": extra}
+
+
+def training_flags(scan: Scan) -> dict[str, list[str]]:
+    """Which parts of a module are in evaluation, and which wrappers are not as what they wrap."""
     in_eval = [path for path, part in scan.owners.items() if not part.training]
     # A wrapper is, without a word, as what it wraps is: so it may be there or not.
     odd = [raw for raw, part, path in scan.wrappers if part.training != scan.owners[path].training]
-    return {"eval": in_eval, "odd_wrappers": odd, "extra": extra}
+    return {"eval": in_eval, "odd_wrappers": odd}
 
 
 def _optimizer_tree(name: str, optimizer: Optimizer, known: ParameterNames) -> dict[str, object]:
