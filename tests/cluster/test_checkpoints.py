@@ -103,7 +103,19 @@ def test_another_job_goes_on_from_the_store(
     job = run_job(tmp_path, TINY, *ARGS, layout=LAYOUT, flags=("--checkpoints", half_way))
     assert opened(job) == [(20, "checkpoint")]
     assert job.summary()["final_digest"] == reference_digest(TINY, *ARGS, layout=LAYOUT)
-    assert [s.step for s in checkpoints(half_way)] == [40, 20]
+    assert [s.step for s in checkpoints(half_way)] == [40, 20, 10], "another job's stay"
+    (said,) = [e.text for e in job.of_type(Note) if "starts from" in e.text]
+    assert said.startswith("starts from step 20 of job ")
+
+
+def test_a_second_job_in_one_store_is_refused(tmp_path: Path):
+    store = ("--checkpoints", tmp_path / "store")
+    with running(tmp_path / "first", TINY, *PACED, layout=LAYOUT, flags=store) as job:
+        job.until_step(1)
+        second = run_job(tmp_path / "second", TINY, *ARGS, layout=LAYOUT, flags=store, expected=78)
+        assert "and lives; give this job another" in second.of_type(JobEnded)[0].reason
+        finish(job)
+    assert [s.step for s in checkpoints(tmp_path / "store")] == [40]
 
 
 def test_another_number_of_ranks_goes_on_from_the_store(half_way: Path, tmp_path: Path):

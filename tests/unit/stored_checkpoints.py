@@ -7,15 +7,23 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepfast.checkpoint import catalog, directory, writer
 from stepfast.checkpoint import commit as commits
 from stepfast.checkpoint.arena import Arena
-from stepfast.checkpoint.commit import commit
+from stepfast.checkpoint.commit import commit, read_layout
 from stepfast.checkpoint.directory import DirectoryStore
-from stepfast.checkpoint.layout import Layout, TensorSpec
-from stepfast.checkpoint.manifest import Manifest, ShardFile
+from stepfast.checkpoint.layout import Layout, TensorSpec, private_rank
+from stepfast.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ShardFile,
+    TensorInfo,
+    encode_manifest,
+)
+from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.checkpoint.writer import write_slot
 from stepfast.core.terms import Generation, SnapshotId, Step
@@ -124,3 +132,16 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(directory, "_WRITEBACK_BYTES", 4096)
         patch.setattr(directory, "DIRECT_BYTES_MIN", 4096)
         yield
+
+
+def commit_unchecked(store: CheckpointStore, manifest: Manifest) -> Manifest:
+    """A checkpoint that `commit` would refuse, as a program that does not look would leave it."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in manifest.files:
+        layout, _ = read_layout(store, f"{manifest.name}/{file.name}")
+        for entry in layout.entries:
+            if private_rank(entry.name) is None:
+                tensors.setdefault(entry.name, TensorInfo(entry.dtype, true_shape(entry)))
+    made = msgspec.structs.replace(manifest, tensors=tensors)
+    assert store.put_if_absent(f"{made.name}/{MANIFEST_FILE}", encode_manifest(made))
+    return made

@@ -10,24 +10,29 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
+from stepfast.checkpoint import owner
 from stepfast.checkpoint.catalog import committed, verify
 from stepfast.checkpoint.directory import DirectoryStore
+from stepfast.checkpoint.owner import StoreOwner
 from stepfast.core.durable import CheckpointSettings
 from stepfast.core.messages import JobSettings
 from stepfast.core.node_state import (
     CheckpointsListed,
     CommitEnded,
     NodeInput,
+    NodeNoted,
     SlotNotWritten,
     SlotWritten,
     StoreUnusable,
 )
 from stepfast.core.outputs import CommitShards, WriteSlot
-from stepfast.core.terms import JobId, Rank
+from stepfast.core.terms import Generation, JobId, Rank
+from stepfast.errors import EXIT_USER_ERROR
 from stepfast.runtime.disk import SystemDisk
 from unit.stored_checkpoints import Slots, snap
 
@@ -39,9 +44,11 @@ class Agent:
     """The hands of node 0, with two ranks' slots; each order is waited for."""
 
     def __init__(self, base: Path) -> None:
+        self.noted: list[str] = []
         self.slots = Slots(base / "made")
         self.slot_root = base / "memory" / "node-0"
         self.slot_root.mkdir(parents=True)
+        memory.settle_layout(self.slot_root, TWO)
         self.store = DirectoryStore(base / "store")
         self.opened: DirectoryStore | None = None  # in its place, through a disk of the test's own
         self.settings = JobSettings(
@@ -68,18 +75,29 @@ class Agent:
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(self.slots.content(snap(step), rank))
 
-    def do(self, order: Callable[[DurableWork], None]) -> NodeInput:
+    def do(self, order: Callable[[DurableWork], None], *, is_job_over: bool = False) -> NodeInput:
         async def wait() -> NodeInput:
             given: asyncio.Queue[NodeInput] = asyncio.Queue()
             work = DurableWork(self.settings, self.slot_root, given.put_nowait)
-            work._opened = self.opened
+            if self.opened is not None:
+                work._opened = self.opened, StoreOwner(self.opened, self.settings.job_id)
             order(work)
-            return await given.get()
+            while isinstance(answer := await given.get(), NodeNoted):
+                self.noted.append(answer.text)
+            work.close(is_job_over=is_job_over)
+            return answer
 
         return asyncio.run(wait())
 
-    def list(self) -> NodeInput:
-        return self.do(lambda work: work.list_checkpoints())
+    def list(self, *, is_job_over: bool = False) -> NodeInput:
+        return self.do(lambda work: work.list_checkpoints(), is_job_over=is_job_over)
+
+    def as_job(self, name: str) -> None:
+        self.settings = msgspec.structs.replace(self.settings, job_id=JobId(name))
+
+    def keep_last(self, count: int) -> None:
+        settings = msgspec.structs.replace(self.settings.checkpoints, keep_last=count)
+        self.settings = msgspec.structs.replace(self.settings, checkpoints=settings)
 
     def refusal(self) -> str:
         answer = self.list()
@@ -113,7 +131,7 @@ def manifests(agent: Agent) -> list[Path]:
 def test_a_new_store_is_a_first_start(agent: Agent) -> None:
     assert agent.list() == CheckpointsListed((), ())
     agent.save(5)
-    assert agent.list() == CheckpointsListed((snap(5),), ())
+    assert agent.list() == CheckpointsListed((snap(5),), (), Generation(1))
 
 
 def test_where_no_checkpoint_can_be_read_nothing_begins_anew(agent: Agent) -> None:
@@ -216,15 +234,93 @@ def test_a_store_that_is_back_takes_the_next_checkpoint(agent: Agent) -> None:
 
 def test_memory_of_another_layout_is_set_aside_until_the_job_has_chosen(agent: Agent) -> None:
     root = agent.slot_root
-    assert memory.settle_layout(root, TWO) is None
+    assert memory.settle_layout(root, TWO).problem is None
     agent.seal(5)
-    assert memory.settle_layout(root, TWO) is None and memory.has_slots(root), "its own is kept"
-    said = memory.settle_layout(root, THREE)
+    settled = memory.settle_layout(root, TWO)
+    assert settled.problem is None and settled.is_held, "its own is kept"
+    foreseen = memory.look(root, THREE)
+    assert foreseen.own is None and foreseen.other == root, "only looked at"
+    said = memory.settle_layout(root, THREE).problem
     assert said is not None and "step 5" in said and TWO in said and THREE in said
-    assert not memory.has_slots(root), "no rank of this layout sees it"
+    assert foreseen.problem == said
+    assert not memory.look(root, THREE).is_held, "no rank of this layout sees it"
+    agent.settings = msgspec.structs.replace(agent.settings, world_size=3, nproc_per_node=3)
     assert "the store has no checkpoint to reshard from" in agent.refusal()
-    assert memory.settle_layout(root, TWO) is None and memory.has_slots(root), "there again"
+    foreseen = memory.look(root, TWO)
+    assert foreseen.is_held and foreseen.own is not None and foreseen.own != root
+    settled = memory.settle_layout(root, TWO)
+    assert settled.problem is None and settled.is_held and settled.own == root, "there again"
     memory.settle_layout(root, THREE)
     memory.remove_set_aside(root)
     assert not memory.has_set_aside(root)
-    assert memory.settle_layout(root, TWO) is None and not memory.has_slots(root)
+    settled = memory.settle_layout(root, TWO)
+    assert settled.problem is None and not settled.is_held
+
+
+def test_another_jobs_checkpoints_are_gone_on_from_and_stay(agent: Agent) -> None:
+    agent.keep_last(1)
+    agent.list()
+    assert agent.save(5).removed == frozenset() and agent.save(6).removed == {snap(5)}
+    agent.list(is_job_over=True)
+    agent.as_job("other")
+    answer = agent.list(is_job_over=True)
+    assert answer == CheckpointsListed((snap(6),), (), Generation(1)), "above which it begins"
+    assert agent.noted == [], "the first one ended in order: nobody is waited for"
+    agent.save(7)
+    assert agent.save(8).removed == {snap(7)}
+    assert committed(agent.store) == [snap(8), snap(6)]
+
+
+def test_a_second_job_is_refused_and_the_first_one_goes_on(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "BEAT_S", 0.02)
+    monkeypatch.setattr(owner, "_POLL_S", 0.02)
+
+    async def both() -> NodeInput:
+        given: asyncio.Queue[NodeInput] = asyncio.Queue()
+        first = DurableWork(agent.settings, agent.slot_root, given.put_nowait)
+        first.list_checkpoints()
+        assert isinstance(await given.get(), CheckpointsListed)
+        agent.as_job("other")
+        second = DurableWork(agent.settings, agent.slot_root, given.put_nowait)
+        second.list_checkpoints()
+        while isinstance(answer := await given.get(), NodeNoted):
+            assert "it was job job's" in answer.text
+        for work in (first, second):
+            work.close(is_job_over=False)
+        return answer
+
+    refused = asyncio.run(both())
+    assert isinstance(refused, StoreUnusable) and refused.exit_code == EXIT_USER_ERROR
+    assert "is job job's, which writes its checkpoints there, and lives" in refused.reason
+    agent.as_job("job")
+    assert agent.save(6).reason is None
+
+
+def test_a_job_whose_store_was_taken_writes_nothing_more(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off for so long that it was taken for dead, and comes back."""
+    monkeypatch.setattr(owner, "LIMIT_S", 0.0)
+    agent.list()
+    agent.save(5)
+    agent.as_job("other")
+    assert isinstance(agent.list(), CheckpointsListed) and len(agent.noted) == 1
+    agent.as_job("job")
+    for told in agent.write(6):
+        assert isinstance(told, SlotNotWritten) and "job other's, which has taken it" in told.reason
+    assert committed(agent.store) == [snap(5)]
+
+
+def test_where_the_newest_is_damaged_strictness_refuses(agent: Agent) -> None:
+    agent.save(5)
+    agent.save(6)
+    newest = manifests(agent)[-1]
+    newest.write_bytes(b"{}")
+    for rank in range(2):
+        (agent.slot_root / f"rank-{rank}" / "slot-0.safetensors").unlink()
+    assert isinstance(agent.list(), CheckpointsListed)
+    strict = msgspec.structs.replace(agent.settings.checkpoints, is_strict=True)
+    agent.settings = msgspec.structs.replace(agent.settings, checkpoints=strict)
+    assert str(newest) in agent.refusal() and "without --strict" in agent.refusal()

@@ -51,6 +51,16 @@ def test_the_identity_outlives_a_run(tmp_path):
     assert first.job_id == second.job_id
 
 
+def test_a_given_identity_outlives_the_directory(tmp_path):
+    for directory in ("a", "b", "a"):
+        journal = Journal(tmp_path / directory, SystemClock(), "run-7")
+        journal.close()
+        assert journal.job_id == "run-7"
+    with pytest.raises(ConfigError, match=r"is that of job run-7, not of run-8"):
+        Journal(tmp_path / "a", SystemClock(), "run-8")
+    Journal(tmp_path / "a", SystemClock()).close()
+
+
 def test_a_history_goes_on_where_it_stood(tmp_path):
     journal = Journal(tmp_path, SystemClock())
     for event in (opened(1, None), StepLogged(step=9, values={}), opened(2, 8)):

@@ -22,6 +22,7 @@ from typing import Any
 
 from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
+from stepfast.agent.first_look import refuse_without_store
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
 from stepfast.agent.tail import LogTail, log_tail
 from stepfast.checkpoint.arena import job_slots, make_private, sealed_slots
@@ -53,7 +54,6 @@ from stepfast.core.node_state import (
     RankForked,
     StoreLost,
     StoreReady,
-    StoreUnusable,
 )
 from stepfast.core.outputs import (
     CancelWrite,
@@ -172,6 +172,8 @@ class Agent:
         if self._processes is not None:
             await self._processes.close(_CLOSE_GRACE_S)
         self._tail.finish()
+        if self._durable is not None:
+            self._durable.close(is_job_over=self._driver.state.is_job_over)
         if self._settings is None or not self._driver.state.is_job_over:
             return  # a node that only left may be needed again
         slot_root = Path(self._driver.state.slot_root)
@@ -240,8 +242,8 @@ class Agent:
         job = job_slots(settings.memory_dir, settings.job_id)
         slot_root = job / f"node-{self._node_id}"
         make_private(slot_root.parent)
-        layout = f"{settings.world_size} ranks, {settings.nproc_per_node} per node"
-        problem = memory.settle_layout(slot_root, layout)
+        layout = memory.layout_words(settings.world_size, settings.nproc_per_node)
+        found = memory.settle_layout(slot_root, layout)
         (slot_root.parent / KEPT_MARK).unlink(missing_ok=True)
         log_root = Path(settings.job_dir) / "logs"
         log_root.mkdir(parents=True, exist_ok=True)
@@ -264,10 +266,11 @@ class Agent:
         self._processes.start()
         self._durable = DurableWork(settings, slot_root, self._feed)
         self._settings = settings
-        if problem is not None:
-            self._note("memory of another layout", problem)
-            if not settings.checkpoints.url:
-                self._feed(StoreUnusable(f"{problem}; {memory.HINT}"))
+        if found.problem is not None:
+            self._note("memory of another layout", found.problem)
+        refusal = refuse_without_store(found, settings.checkpoints)
+        if refusal is not None:
+            self._feed(refusal)
 
     def _note(self, topic: str, text: str) -> None:
         self._feed(NodeNoted(topic, text))

@@ -24,6 +24,7 @@ import stepfast
 from stepfast.checkpoint.catalog import (
     Finding,
     Retention,
+    Survey,
     load_manifest,
     prune,
     survey,
@@ -41,9 +42,10 @@ from stepfast.checkpoint.manifest import (
 )
 from stepfast.checkpoint.store import CheckpointStore, open_store
 from stepfast.checkpoint.whole import WholeCheckpoint, compare
-from stepfast.cli.tables import aligned, size_text
+from stepfast.cli.tables import aligned
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError, StateError
+from stepfast.observe.sizes import size_text
 
 JOB_FOLDER = "checkpoints"  # of a job directory
 _BAR_CHARS = 30
@@ -79,7 +81,12 @@ def locate(url: str) -> tuple[CheckpointStore, SnapshotId | None]:
     elif (path / JOB_FOLDER).is_dir():
         path /= JOB_FOLDER
     if not path.is_dir():
-        raise ConfigError(f"there is no directory {path}")
+        is_file = path.exists()
+        raise ConfigError(
+            f"{path} is a file; give a store, a job directory, or a checkpoint's directory"
+            if is_file
+            else f"there is no directory {path}"
+        )
     return open_store(path), snapshot
 
 
@@ -100,8 +107,8 @@ def choose(store: CheckpointStore, given: SnapshotId | None, step: str | None) -
 
 
 def _ls(options: argparse.Namespace) -> int:
-    store, _ = locate(options.url)
-    seen = survey(store)
+    store, given = locate(options.url)
+    seen = survey(store) if given is None else _alone(survey(store), given)
     if options.json:
         _say_json(
             {
@@ -128,6 +135,16 @@ def _ls(options: argparse.Namespace) -> int:
     for snapshot in seen.unfinished:
         _say(f"not committed: {checkpoint_name(snapshot.step, snapshot.generation)}")
     return EXIT_FINISHED
+
+
+def _alone(seen: Survey, snapshot: SnapshotId) -> Survey:
+    """What there is of one checkpoint."""
+    directory = checkpoint_name(snapshot.step, snapshot.generation)
+    return Survey(
+        manifests=tuple(m for m in seen.manifests if m.snapshot == snapshot),
+        damaged=tuple(f for f in seen.damaged if f.name.startswith(f"{directory}/")),
+        unfinished=tuple(s for s in seen.unfinished if s == snapshot),
+    )
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -227,6 +244,10 @@ def _prune(options: argparse.Namespace) -> int:
     if options.json:
         _say_json({"url": store.url, "dry_run": options.dry_run, "removed": names})
         return EXIT_FINISHED
+    rule = f"the newest {options.keep_last}"
+    if options.keep_every:
+        rule += f" and each at a multiple of {options.keep_every} steps"
+    _say(f"kept by the rule: {rule}")
     for name in names:
         _say(f"{'would remove' if options.dry_run else 'removed'} {name}")
     if not names:

@@ -17,6 +17,7 @@ _JOB = (
     "nodes",
     "nproc_per_node",
     "job_dir",
+    "job_id",
     "summary",
     "recovery",
     "hang",
@@ -72,6 +73,10 @@ examples:
   stepfast ckpt export jobs/a exported-model
   stepfast ckpt import meta-llama/Llama-3.2-1B jobs/tuned/checkpoints
   stepfast ckpt prune jobs/a --keep-last 3 --keep-every 1000 --dry-run
+exit codes:
+  0   done
+  1   verify found damage, diff a difference, or the store or a checkpoint cannot be read
+  78  the command cannot work as it was given
 """
 
 

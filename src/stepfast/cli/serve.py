@@ -95,13 +95,14 @@ def serve_coordinator(
     """
     outlook = None if check_of is None else _look_ahead(config, check_of)
     if outlook is not None:
-        config = replace(config, summary="")  # wherever it was set: a check leaves nothing
+        # Wherever they were set: a check leaves nothing, and is no part of the job.
+        config = replace(config, summary="", job_id="")
     clock = SystemClock()
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
     listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
-    journal = Journal(job_dir, clock)
+    journal = Journal(job_dir, clock, config.job_id)
     if not is_restarted:
-        _refuse_finished(journal.history, job_dir)
+        _refuse_finished(journal.history, job_dir, config)
     voice = _Voice(is_marked=is_marked)
     state = _first_state(config, journal, job_dir, clock.monotonic(), is_restarted=is_restarted)
     if outlook is not None:
@@ -171,6 +172,8 @@ def _conclude(
         return 1
     for fault_text in _never_fired(config, journal.directory):
         voice.say(f"--fault {fault_text} never fired: its step or place was not reached")
+    if end.status == "stopped":
+        voice.say(f"job stopped at step {summary['steps']}")
     if not is_check:  # which removes its own
         voice.say(f"records in {journal.directory}")
     if end.status == "failed":
@@ -208,14 +211,18 @@ def _look_ahead(config: JobConfig, check_of: str) -> Outlook:
             text = f"the job directory {job_dir} belongs to a running job"
             raise ConfigError(f"{text}; choose another --job-dir")
         history = read_history(job_dir / EVENTS_FILE)
-        _refuse_finished(history, job_dir)
+        _refuse_finished(history, job_dir, config)
     place = job_dir if job_dir is not None else Path(new_job_dir()).resolve()
     return look_ahead(config, _checkpoint_settings(config, place), history, job_dir)
 
 
-def _refuse_finished(history: History, job_dir: Path) -> None:
-    if history.finished:
-        raise ConfigError(f"the job in {job_dir} has finished; choose another --job-dir")
+def _refuse_finished(history: History, job_dir: Path, config: JobConfig) -> None:
+    if not history.finished:
+        return
+    text = f"the job in {job_dir} has finished; choose another --job-dir"
+    if store := _checkpoint_settings(config, job_dir).url:
+        text += f"; with --checkpoints {store} and more steps that one goes on from here"
+    raise ConfigError(text)
 
 
 def _first_state(

@@ -54,8 +54,10 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 class Journal:
     """The open log of one job directory, held under its lock."""
 
-    def __init__(self, directory: Path, clock: Clock) -> None:
-        """Take the lock; raises ConfigError where another coordinator holds it."""
+    def __init__(self, directory: Path, clock: Clock, job_id: str = "") -> None:
+        """Take the lock; raises ConfigError where another coordinator holds it, or the directory is
+        that of a job with another id than the one that is given.
+        """
         self._clock = clock
         self.directory = directory
         try:
@@ -71,7 +73,7 @@ class Journal:
                 f"the job directory {directory} belongs to a running job; choose another --job-dir"
             ) from None
         try:
-            self.job_id = self._read_or_make_id()
+            self.job_id = self._read_or_make_id(job_id)
             self.history = read_history(directory / EVENTS_FILE)
             self._file: IO[bytes] = _open_log(directory / EVENTS_FILE)
         except OSError as error:
@@ -96,12 +98,18 @@ class Journal:
         self._file.close()
         self._lock.close()
 
-    def _read_or_make_id(self) -> JobId:
+    def _read_or_make_id(self, given: str) -> JobId:
         path = self.directory / _ID_FILE
         if path.exists() and (text := path.read_text().strip()):
+            if given not in ("", text):
+                self._lock.close()
+                raise ConfigError(
+                    f"the job directory {self.directory} is that of job {text}, not of {given};"
+                    " choose another --job-dir, or leave --job-id out"
+                )
             return JobId(text)
         digest = hashlib.sha256(f"{self.directory.resolve()}{secrets.token_hex(8)}".encode())
-        job_id = JobId(digest.hexdigest()[:12])
+        job_id = JobId(given or digest.hexdigest()[:12])
         write_own(path, f"{job_id}\n".encode())
         return job_id
 

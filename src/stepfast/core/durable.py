@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from stepfast.core.recovery import Lineage, RestorePlan, choose_step
-from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
+from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 
 # To commit one may take so long, and ranks may be so far apart with writing an announced one. Then
 # it has failed, and the next is due.
@@ -89,6 +89,7 @@ class Durable:
     """What the job knows of its checkpoints."""
 
     committed: frozenset[SnapshotId] = frozenset()
+    below: Generation = NO_GENERATION  # the newest in which another job may have written
     removed: frozenset[SnapshotId] = frozenset()  # by the retention; nodes may name them still
     rejected: frozenset[SnapshotId] = frozenset()  # found damaged when they were to be loaded
     shards: Mapping[SnapshotId, Mapping[int, ShardFile]] = field(default_factory=dict)
@@ -100,10 +101,12 @@ class Durable:
     together: SnapshotId = SnapshotId(Generation(0), Step(-1))
     rounds: int = 0
 
-    def told_of(self, committed: Iterable[SnapshotId]) -> Durable:
+    def told_of(
+        self, committed: Iterable[SnapshotId], below: Generation = NO_GENERATION
+    ) -> Durable:
         """What a node found in the store, some time ago."""
-        there = self.committed.union(committed) - self.removed
-        return replace(self, committed=_newest(there, _COMMITTED_MAX))
+        there = _newest(self.committed.union(committed) - self.removed, _COMMITTED_MAX)
+        return replace(self, committed=there, below=max(self.below, below))
 
     def written(self, checkpoint: SnapshotId, shard: ShardFile) -> Durable:
         """One more shard."""
@@ -186,8 +189,8 @@ class Durable:
 
     @property
     def newest_generation(self) -> Generation:
-        """No generation of the job may have a number that a checkpoint in the store has."""
-        return max((c.generation for c in self.committed), default=Generation(0))
+        """No generation of the job may have a number that one of another job in the store has."""
+        return max((self.below, *(c.generation for c in self.committed)))
 
 
 def choose_source(

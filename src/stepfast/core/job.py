@@ -177,8 +177,9 @@ def _admit(turn: Turn, node: NodeId, *, host: str, pid: int) -> None:
 
 def _node_report(turn: Turn, report: NodeReport) -> None:
     turn.update(membership=turn.state.membership.reported(report))
-    if report.checkpoints:
-        turn.update(durable=turn.state.durable.told_of(report.checkpoints))
+    if report.checkpoints or report.store_below:
+        durable = turn.state.durable.told_of(report.checkpoints or (), report.store_below)
+        turn.update(durable=durable)
     incident = turn.state.incident
     if incident is not None and turn.state.phase is Phase.RECOVERING:
         for rank_report in report.ranks:

@@ -157,7 +157,7 @@ def refused(turn: Turn, message: StoreRefused) -> None:
     if turn.state.phase is not Phase.FORMING:
         turn.record(Note(topic="checkpoint store", text=message.reason, node=message.node))
         return
-    turn.end("failed", EXIT_TRY_AGAIN, f"node {message.node}: {message.reason}")
+    turn.end("failed", message.exit_code, f"node {message.node}: {message.reason}")
 
 
 def rejected(turn: Turn, checkpoint: SnapshotId, reason: str) -> None:

@@ -13,7 +13,16 @@ import msgspec
 
 from stepfast.core.durable import CheckpointSettings, ShardFile
 from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
-from stepfast.core.terms import Generation, JobId, NodeId, Rank, SnapshotId, Step
+from stepfast.core.terms import (
+    NO_GENERATION,
+    Generation,
+    JobId,
+    NodeId,
+    Rank,
+    SnapshotId,
+    Step,
+)
+from stepfast.errors import EXIT_TRY_AGAIN
 
 PROTOCOL_VERSION = 1
 AFTER_FINISH_LIMIT_S = 3600.0  # code behind the resilient function: a last export may take long
@@ -103,6 +112,7 @@ class NodeReport(_Message, frozen=True, kw_only=True):
     store_port: int | None  # an unused store, ready for the next generation
     # Committed ones in the checkpoint store, as far as this node knows; None: not listed yet.
     checkpoints: tuple[SnapshotId, ...] | None = ()
+    store_below: Generation = NO_GENERATION  # the newest that another job may have written there
 
 
 class FaultReported(_Message, frozen=True, kw_only=True):
@@ -245,10 +255,11 @@ class CommitDone(_Message, frozen=True, kw_only=True):
 
 
 class StoreRefused(_Message, frozen=True, kw_only=True):
-    """The checkpoint store cannot be used from this node."""
+    """No job may begin with the checkpoint store as it is; one that does ends with `exit_code`."""
 
     node: NodeId
     reason: str
+    exit_code: int = EXIT_TRY_AGAIN
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):

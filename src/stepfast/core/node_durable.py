@@ -42,21 +42,22 @@ def look_into_store(turn: NodeTurn) -> None:
 
 def listed(turn: NodeTurn, given: CheckpointsListed) -> None:
     """The store answered."""
-    turn.update(checkpoints=given.checkpoints)
+    turn.update(checkpoints=given.checkpoints, store_below=given.below)
     for problem in given.problems:
         turn.note("checkpoint passed over", problem)
 
 
 def store_unusable(turn: NodeTurn, given: StoreUnusable) -> None:
     """The job cannot begin here; told until it is heard."""
-    turn.update(store_refusal=given.reason)
-    turn.tell(StoreRefused(node=turn.state.node, reason=given.reason))
+    refusal = StoreRefused(node=turn.state.node, reason=given.reason, exit_code=given.exit_code)
+    turn.update(store_refusal=refusal)
+    turn.tell(refusal)
 
 
 def tell_again(turn: NodeTurn) -> None:
     """What stands and might not have been heard."""
     if turn.state.store_refusal is not None:
-        turn.tell(StoreRefused(node=turn.state.node, reason=turn.state.store_refusal))
+        turn.tell(turn.state.store_refusal)
     for _, local in sorted(turn.state.ranks.items()):
         for message in local.written:
             turn.tell(message)

@@ -24,10 +24,12 @@ from stepfast.core.messages import (
     RankReturned,
     RankState,
     ShardWritten,
+    StoreRefused,
     TensorDigest,
 )
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import SETUP, LearnedLimits, Timeouts
+from stepfast.errors import EXIT_TRY_AGAIN
 
 Milestone = RankResumed | FirstStepDone | RankChecked | RankReturned
 LOGGED_STEPS_MAX = 2_000  # the newest of them are said again to a coordinator that was away
@@ -141,7 +143,8 @@ class NodeState:
     told: NodeReport | None = None
     checkpoints: tuple[SnapshotId, ...] | None = ()  # in the store, as far as is known; None: asked
     store_asked: bool = False
-    store_refusal: str | None = None
+    store_below: Generation = NO_GENERATION  # the newest that may be another job's in the store
+    store_refusal: StoreRefused | None = None
     cancelled: tuple[SnapshotId, ...] = ()  # the newest that nobody writes any more
     committing: tuple[SnapshotId, ...] = ()  # also those that were given up and have not ended
     committed: CommitDone | None = None  # the newest by this node: told again when asked
@@ -216,17 +219,21 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsListed:
-    """Input: what the checkpoint store holds, and why something in it does not count."""
+    """Input: what the checkpoint store holds, and why something in it does not count; `below`: the
+    newest generation in which another job may have written there.
+    """
 
     checkpoints: tuple[SnapshotId, ...]
     problems: tuple[str, ...] = ()
+    below: Generation = NO_GENERATION
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUnusable:
-    """Input: the checkpoint store cannot be read or written from here."""
+    """Input: no job may begin with the checkpoint store as it is; `exit_code`: of such a job."""
 
     reason: str
+    exit_code: int = EXIT_TRY_AGAIN
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,8 @@ def _take(summary: dict[str, Any], event: object) -> None:
         case CheckpointCommitted():
             summary["checkpoints"]["committed"] += 1
             summary["checkpoints"]["last_step"] = event.step
+            if summary["status"] != "running":  # made durable on the way out
+                summary["steps"] = max(summary["steps"], event.step)
         case CheckpointLost():
             summary["checkpoints"]["lost"] += 1
         case CheckpointRejected():

@@ -204,6 +204,9 @@ class RankHost:
         order, tracked = self._present, self.kept.tracked
         assert tracked is not None, "restored after track"
         stored = StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint)
+        saved_by = stored.manifest.job_id
+        if self.rank == 0 and saved_by != order.settings.job_id:
+            self.note("checkpoint", f"starts from step {checkpoint.step} of job {saved_by}")
         restore(
             tracked.tree,
             stored,

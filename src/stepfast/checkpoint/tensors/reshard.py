@@ -104,6 +104,8 @@ def restore(
     walk, live, inspector = tree.look()
     world = OtherWorld(checkpoint, rank=tree.rank, world_size=world_size, on_warning=on_warning)
     if world.is_same_size and _is_own_layout(checkpoint, tree.rank, walk, live, world):
+        if tree.rank == checkpoint.snapshot.step % world_size:
+            checkpoint.check_whole()  # by one rank: every file is asked for its header
         shard = StoredShard(checkpoint, tree.rank, counted)
         changed = tree.restore_from(shard, copy=from_file(shard))
         _warn_of_flags(checkpoint, changed, tree.rank, on_warning)
