@@ -81,6 +81,9 @@ class Host(Protocol):
     def turn_began(self, step: Step) -> None:
         """One more turn."""
 
+    def optimizer_steps(self, name: str, optimizer: object) -> None:
+        """A tracked optimizer is about to step."""
+
     @property
     def loop_left(self) -> bool:
         """Whether the job goes on from a loop that was left early: no turn is to follow."""
@@ -148,6 +151,9 @@ class PlainHost:
 
     def turn_began(self, step: Step) -> None:
         """Nobody watches."""
+
+    def optimizer_steps(self, name: str, optimizer: object) -> None:
+        """No fault drops gradients."""
 
     @property
     def loop_left(self) -> bool:

@@ -40,6 +40,7 @@ from stepfast.core.timeouts import FIRST_TURN, SETUP, TURN
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
 from stepfast.train.checking import what_is_kept
+from stepfast.train.gradients import GradientWatch
 from stepfast.train.groups import Groups
 from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
@@ -91,6 +92,7 @@ class RankHost:
             check=self.check,
             shield=self.shield,
         )
+        self._gradients = GradientWatch(self._gradients_kept)
         self._rng_resumed: RngState | None = None
 
     def enter(self, order: RankStart) -> None:
@@ -106,6 +108,7 @@ class RankHost:
     def forget_built(self) -> None:
         """Everything is built again in the next generation."""
         self.kept = Kept()
+        self._gradients.forget()
         self.snapshots.forget()
         torch_private.forget_old_meshes()
 
@@ -298,6 +301,14 @@ class RankHost:
             self.account.world_operations = self._world_operations()
         return step
 
+    def optimizer_steps(self, name: str, optimizer: object) -> None:
+        """A tracked optimizer is about to step."""
+        self._gradients.before_step(name, optimizer)
+
+    def _gradients_kept(self, topic: str, text: str) -> None:
+        if self.rank == 0:  # all ranks run the same loop
+            self.note(topic, text)
+
     @property
     def loop_left(self) -> bool:
         """Whether the state that was restored is that of a loop that was left early."""
@@ -339,6 +350,8 @@ class RankHost:
         if order.settings.check:
             self._end_check()
         with self._monitor.shield():
+            assert self.kept.tracked is not None, "steps begin after track"
+            self._gradients.turn_ended(self.kept.tracked.optimizers)
             interval = order.settings.snapshot_interval_steps
             if is_last or step % interval == 0:
                 self._begin_snapshot(step, whole=is_last)

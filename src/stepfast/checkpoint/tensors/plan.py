@@ -26,6 +26,7 @@ from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.plain import Ref
 from stepfast.checkpoint.tensors.local import Inspector, Known
 from stepfast.checkpoint.tensors.naming import (
+    FROZEN_NAME,
     OWN_NAME,
     Held,
     Scan,
@@ -35,7 +36,8 @@ from stepfast.checkpoint.tensors.naming import (
     named_parameters,
 )
 from stepfast.checkpoint.tensors.other_world import OtherWorld
-from stepfast.checkpoint.tensors.walk import Sink, Walk, training_flags
+from stepfast.checkpoint.tensors.restoration import ADVICE_GROUPS
+from stepfast.checkpoint.tensors.walk import Sink, Walk, has_extra_state, training_flags
 from stepfast.checkpoint.tensors.wanted import Misfits, Wants
 
 
@@ -92,6 +94,8 @@ class Planner:
         if not self._is_imported:
             rng, made = self._world.rng(self._walk.objects)
         self._own |= {"modules": self._modules, "rng": plain.replace_refs(rng, self._whole)}
+        if FROZEN_NAME in self._own:
+            self._own[FROZEN_NAME] = self._frozen(self._own[FROZEN_NAME])
         for tensor_name, state in made.items():
             self.wants.make(tensor_name, state)
         self.tree[OWN_NAME] = self._own
@@ -149,14 +153,24 @@ class Planner:
             "buffers": list(buffers.values()),
             "eval": [path for path in saved["eval"] if path in scan.owners],
             "odd_wrappers": [raw for raw in saved["odd_wrappers"] if raw in wrappers],
-            "extra": self._extra(scan, saved["extra"]),
+            "extra": self._extra(scan.owners.items(), saved["extra"]),
+            "wrapper_extra": self._extra(
+                ((raw, part) for raw, part, _ in scan.wrappers), saved.get("wrapper_extra", {})
+            ),
         }
 
-    def _extra(self, scan: Scan, saved: dict[str, Any]) -> dict[str, Any]:
+    def _frozen(self, saved: list[str]) -> list[str]:
+        """Of parameters that the rank did not save whose values are taken, the flags here."""
+        names = self._checkpoint.layout(self._world.shared_rank).by_name.keys()
+        here = [name for name in self._walk.frozen.names() if name not in names]
+        return [*(name for name in saved if name in names), *here]
+
+    def _extra(
+        self, parts: Iterable[tuple[str, nn.Module]], saved: dict[str, Any]
+    ) -> dict[str, Any]:
         found = {}
-        parts = (*scan.owners.items(), *((raw, part) for raw, part, _ in scan.wrappers))
         for path, part in parts:
-            if type(part).get_extra_state is not nn.Module.get_extra_state:
+            if has_extra_state(path, part):
                 if path in saved:
                     found[path] = plain.replace_refs(saved[path], self._whole)
                 elif not self.misfits.may_begin_fresh(path):
@@ -186,7 +200,7 @@ class Planner:
             groups: list[Any] = plain.replace_refs(saved, self._like_live)
             return groups
         self.misfits.other.append(
-            f"{name} has {len(here)} parameter groups here and {len(saved)} there"
+            f"{name} has {len(here)} parameter groups here and {len(saved)} there. {ADVICE_GROUPS}"
         )
         for path, known in self._live.items():
             if path.startswith(f"{name}.param_groups."):

@@ -39,6 +39,7 @@ from stepfast.errors import StateError
 READ_BYTES = 64 << 20  # at most, of one read; several are under way
 GAP_BYTES = 1 << 20  # what lies between two pieces and is read rather than asked for again
 
+_FLAGS_SHOWN_MAX = 3
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -106,7 +107,8 @@ def restore(
         if tree.rank == checkpoint.snapshot.step % world_size:
             checkpoint.check_whole()  # by one rank: every file is asked for its header
         shard = StoredShard(checkpoint, tree.rank, counted)
-        tree.restore_from(shard, copy=from_file(shard))
+        changed = tree.restore_from(shard, copy=from_file(shard))
+        _warn_of_flags(checkpoint, changed, tree.rank, on_warning)
         shard.check_rest()
         return Restored(is_resharded=False, read_bytes=count)
     plan = Planner(checkpoint, walk, live, inspector, world, start_fresh=start_fresh)
@@ -120,8 +122,21 @@ def restore(
         fresh = ", ".join(plan.misfits.fresh[:SHOWN_MAX])
         on_warning(f"{checkpoint.place} has no {fresh}: as the script made it, by --start-fresh")
     source = fill(checkpoint, plan.wants.found, plan.plain(), tree.rank, counted)
-    tree.restore_from(source, plan.left_alone)
+    changed = tree.restore_from(source, plan.left_alone)
+    _warn_of_flags(checkpoint, changed, tree.rank, on_warning)
     return Restored(is_resharded=True, read_bytes=count)
+
+
+def _warn_of_flags(
+    checkpoint: StoredCheckpoint, changed: list[str], rank: int, on_warning: OnWarning
+) -> None:
+    if changed and rank == 0:  # the others' are the same
+        more = len(changed) - _FLAGS_SHOWN_MAX
+        names = ", ".join(changed[:_FLAGS_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+        on_warning(
+            f"{checkpoint.place}: requires_grad of {names} is as it was saved, not as the script"
+            " made it; to have it otherwise, set it after run.track()"
+        )
 
 
 def _is_own_layout(

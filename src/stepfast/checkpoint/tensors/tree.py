@@ -218,11 +218,12 @@ class StateTree:
     @torch.no_grad()
     def restore_from(
         self, source: Views, left_alone: Set[str] = frozenset(), copy: Copy | None = None
-    ) -> None:
+    ) -> list[str]:
         """Bring the tracked objects into the state of `source`; StateError: what does not fit.
 
         Objects that are `left_alone` are in no state of `source`, and stay as they are. `copy`: in
-        the place of copies from its views.
+        the place of copies from its views. Returns the parameters whose `requires_grad` was another
+        than in `source`.
         """
         try:
             tree = plain.decode(source.plain)
@@ -234,13 +235,15 @@ class StateTree:
         self._known, self._walk, self._last, self._aliases = {}, None, None, Aliases()
         before = sink.all()
         copy = copy or from_views(source)
-        Restoration(walk, before, self._inspector, source, tree, left_alone, copy).run()
+        restoration = Restoration(walk, before, self._inspector, source, tree, left_alone, copy)
+        changed = restoration.run()
         sink = Sink(self._inspector, before)
         Walk(self._objects).held(sink)
         after = sink.all()
         self._check_restored(after, source, left_alone)
         self._known = after
         self.loop_left = bool(tree[OWN_NAME].get(LOOP_LEFT_NAME, False))
+        return changed
 
     def look(self) -> tuple[Walk, Mapping[str, Known], Inspector]:
         """What modules and optimizers hold now, by name, and who says what a tensor is."""
