@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from property.layouts import SNAPSHOT, Layout, Recipe, build, save, train
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.tensors.export import ExportFormat, export
 from stepfast.cli.main import main
-from stepfast.errors import ConfigError
+from stepfast.errors import ConfigError, OperatingError
 
 Whole = dict[str, torch.Tensor]
 
@@ -75,6 +76,41 @@ def test_what_exists_and_what_is_unknown_is_refused(
     with pytest.raises(ConfigError, match="exists"):
         export(checkpoint, tmp_path / "x", ExportFormat.TORCH)
     assert (tmp_path / "x").read_text() == "mine"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_directories_above_a_target_are_made_and_what_cannot_be_written_is_one_line(
+    tmp_path: Path,
+    checkpoint: StoredCheckpoint,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+) -> None:
+    def export_to(target: Path) -> tuple[int, str]:
+        status = main(["ckpt", "export", checkpoint.place, str(target), "--format", form])
+        return status, capsys.readouterr().err
+
+    assert export_to(tmp_path / "deep" / "er" / "model") == (0, "")
+    assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["model"]
+    (tmp_path / "file").write_text("mine")
+    for target in (tmp_path / "file", tmp_path / "file" / "model", Path("/proc/none/model")):
+        status, said = export_to(target)
+        assert status in (1, 78) and said.count("\n") == 1 and str(target) in said, said
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("form", ["torch", "dcp"])
+def test_a_write_that_fails_leaves_nothing(
+    tmp_path: Path, checkpoint: StoredCheckpoint, form: str
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OperatingError, match="model") as raised:
+            export(checkpoint, tmp_path / "model", ExportFormat(form))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("form", ["torch", "dcp"])

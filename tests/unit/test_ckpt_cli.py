@@ -218,6 +218,8 @@ def test_pruning_keeps_what_it_is_told_to(job: Path, run: Run) -> None:
         (["verify", "{0}"], 1, "there is no checkpoint in {0}"),
         (["diff", "{0}", "{0}"], 1, "there is no whole checkpoint in {0}"),
         (["ls", "ftp://x"], 78, "ftp:// is no store of checkpoints"),
+        (["ls", "s3:/bucket/a"], 78, "one slash behind its scheme: s3://bucket/a"),
+        (["ls", "file:/x"], 78, "one slash behind its scheme: file:///x"),
     ],
 )
 def test_what_cannot_work_is_one_line(

@@ -101,6 +101,8 @@ def test_an_object_that_is_not_there_is_refused_and_the_error_says_the_way(
         load(checkpoint, objects, "optimizer")
     with pytest.raises(StateError, match="--start-fresh optimiser is nothing that is tracked"):
         load(checkpoint, objects, "optimizer", "extra", "optimiser")
+    with pytest.raises(StateError, match=r"checkpoint: extra; --start-fresh model\.hed is no part"):
+        load(checkpoint, objects, "optimizer", "model.hed", "model.head")
     assert torch.equal(model.embed.weight, before)
 
 

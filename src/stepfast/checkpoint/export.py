@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from stepfast.checkpoint.directory import DirectoryStore
-from stepfast.checkpoint.whole import WholeCheckpoint
+from stepfast.checkpoint.whole import WholeCheckpoint, tracked_words
 from stepfast.errors import ConfigError
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -39,10 +39,11 @@ def export_safetensors(
     prefix = f"{tracked}."
     names = [name for name in checkpoint.shared_names if name.startswith(prefix)]
     if not names:
-        objects = sorted({name.split(".")[0] for name in checkpoint.shared_names})
-        raise ConfigError(
-            f"the checkpoint has no tensors of {tracked!r}; it has those of {', '.join(objects)}"
-        )
+        objects = {name.partition(".")[0] for name in checkpoint.shared_names}
+        words = tracked_words(checkpoint.stored, objects)
+        raise ConfigError(f"the checkpoint has no tensors of {tracked!r}; {words}")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is a file; choose a directory")
     store = DirectoryStore(target)
     if store.size_bytes(INDEX_FILE) is not None:
         raise ConfigError(f"{target} has a model already; choose another directory")

@@ -24,6 +24,7 @@ from stepfast.runtime.ports import Buffer
 
 _NAME = re.compile(r"[A-Za-z0-9_+=@,-][A-Za-z0-9._+=@,-]*")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(?!/)")
 _OBJECT_SCHEMES = ("s3", "gs", "az")
 
 
@@ -125,11 +126,23 @@ def open_store(url: str | Path) -> CheckpointStore:
         raise ConfigError(
             f"{scheme}:// is no store of checkpoints; give a path, s3://, gs:// or az://"
         )
+    check_slashes(text)
     if not text:
         raise ConfigError("a store of checkpoints needs a path or a URL, not an empty text")
     from stepfast.checkpoint.directory import DirectoryStore
 
     return DirectoryStore(Path(text))
+
+
+def check_slashes(text: str) -> None:
+    """ConfigError for a URL that lacks a slash, and so would be taken for a path."""
+    if match := _ONE_SLASH.match(text):
+        slashes = ":///" if match[1].lower() == "file" else "://"
+        meant = f"{match[1]}{slashes}{text[match.end() :]}"
+        raise ConfigError(
+            f"{text} has one slash behind its scheme: {meant}; should a directory be called that,"
+            f" ./{text}"
+        )
 
 
 def check_name(name: str) -> str:

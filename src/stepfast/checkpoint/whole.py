@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 
+from stepfast.checkpoint import plain
 from stepfast.checkpoint.layout import DTYPE_BYTES, Entry, private_rank
 from stepfast.checkpoint.loading import Chunk, StoredCheckpoint
 from stepfast.checkpoint.manifest import TensorInfo
 from stepfast.checkpoint.overlap import strides_of, true_shape
 
+_OWN_NAME = "stepfast"  # of the plain values beside those of tracked objects
 _PIECE_BYTES = 64 << 20
 _Place = tuple[bool, tuple[int, ...], tuple[int, ...]]  # whether flattened, offsets, shape
 
@@ -33,6 +35,17 @@ class Difference(msgspec.Struct, frozen=True):
     name: str
     before: TensorInfo | None
     after: TensorInfo | None
+
+
+def tracked_words(stored: StoredCheckpoint, with_tensors: Collection[str]) -> str:
+    """What was tracked, for whoever asked for another name: objects with tensors, and the rest."""
+    words = f"it has those of {', '.join(sorted(with_tensors))}"
+    try:
+        values = plain.decode(stored.plain(0))
+    except ValueError:
+        return words  # damage is for those to say who read it
+    others = sorted(values.keys() - {*with_tensors, _OWN_NAME}) if isinstance(values, dict) else []
+    return f"{words}; of {', '.join(others)} it has plain values alone" if others else words
 
 
 class WholeCheckpoint:

@@ -320,8 +320,8 @@ def _import(options: argparse.Namespace) -> int:
         more = "" if len(chosen.left_out) <= _NAMES_SHOWN else ", ..."
         _say(f"left out: {len(chosen.left_out)} ({shown}{more})")
     _say(
-        f"to start from it: stepfast run --checkpoints {store.url} SCRIPT; what the script tracks"
-        f" besides {selection.tracked} is named: --start-fresh optimizer"
+        f"to start from it: stepfast run --checkpoints {store.url} SCRIPT, and before SCRIPT a flag"
+        f" for each tracked object but {selection.tracked}, for example --start-fresh optimizer"
     )
     return EXIT_FINISHED
 

@@ -285,6 +285,7 @@ def _checkpoint_settings(config: JobConfig, job_dir: Path) -> CheckpointSettings
     if config.checkpoints == "none":
         return CheckpointSettings()
     url = config.checkpoints or str(job_dir / CHECKPOINTS_DIRECTORY)
+    check_slashes(url)
     return CheckpointSettings(
         url=url if "://" in url else str(Path(url).resolve()),
         interval_steps=config.checkpoint_interval_steps,

@@ -10,7 +10,9 @@ exported are in memory at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import warnings
 from collections.abc import Collection
 from enum import StrEnum
@@ -25,6 +27,7 @@ from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.tensors.local import over
 from stepfast.checkpoint.tensors.reshard import fill
 from stepfast.checkpoint.tensors.wanted import Misfits, Wants
+from stepfast.checkpoint.whole import tracked_words
 from stepfast.errors import ConfigError, OperatingError, StateError
 
 
@@ -52,20 +55,28 @@ def export(
     ConfigError where `target` exists or an object is unknown; StateError where the checkpoint
     cannot be loaded.
     """
-    if target.exists():
+    if os.path.lexists(target):
         raise ConfigError(f"{target} exists; choose another target, or remove it")
-    found = whole_tensors(checkpoint, objects=objects, on_read=on_read)
     hidden = target.with_name(f".{target.name}.part")
     try:
+        # Before anything is read: a place that cannot be written to is found at once.
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove(hidden)
+        if form is ExportFormat.DCP:
+            hidden.mkdir()
+        else:
+            hidden.touch()
+        found = whole_tensors(checkpoint, objects=objects, on_read=on_read)
         match form:
             case ExportFormat.DCP:
                 _write_dcp(hidden, found)
             case ExportFormat.TORCH:
-                # Copies: torch.save writes the whole memory that a tensor is a view of.
-                torch.save(_by_object({n: t.clone() for n, t in found.items()}), hidden)
+                _write_torch(hidden, found)
         os.rename(hidden, target)
     except OSError as error:
         raise OperatingError(f"{target}: {error.strerror or error}") from error
+    finally:
+        _remove(hidden)
     return len(found)
 
 
@@ -82,8 +93,8 @@ def whole_tensors(
     known = {name.partition(".")[0] for name in shared}
     if strange := sorted(set(objects) - known):
         raise ConfigError(
-            f"{checkpoint.place} has no tensors of {', '.join(strange)}; it has those of"
-            f" {', '.join(sorted(known))}"
+            f"{checkpoint.place} has no tensors of {', '.join(strange)};"
+            f" {tracked_words(checkpoint, known)}"
         )
     for name in shared:
         if not objects or name.partition(".")[0] in objects:
@@ -108,12 +119,38 @@ def _by_object(found: dict[str, Tensor]) -> dict[str, Tensor | dict[str, Tensor]
     return bare | nested
 
 
+def _write_torch(path: Path, found: dict[str, Tensor]) -> None:
+    # Copies: torch.save writes the whole memory that a tensor is a view of.
+    state = _by_object({name: tensor.clone() for name, tensor in found.items()})
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except RuntimeError as error:  # what torch's writer makes of a write that failed
+        raise OSError(str(error).partition("\n")[0]) from error
+
+
+def _remove(path: Path) -> None:
+    """What a writer left, if anything."""
+    with contextlib.suppress(OSError):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def _write_dcp(directory: Path, found: dict[str, Tensor]) -> None:
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     with warnings.catch_warnings():
         # That there is no process group is as it is meant.
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         # The names are the same as without: torch joins them, and remembers whose they are.
         state = _by_object(found)
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+        try:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+        except CheckpointException as error:  # a BaseException
+            causes = [str(cause) for cause, _ in error.failures.values()]
+            raise OSError(", ".join(causes).partition("\n")[0]) from error

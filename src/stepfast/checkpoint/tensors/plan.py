@@ -99,6 +99,7 @@ class Planner:
         for tensor_name, state in made.items():
             self.wants.make(tensor_name, state)
         self.tree[OWN_NAME] = self._own
+        self._name_strange_parts()
 
     def plain(self) -> bytes:
         """The plain values that belong to the wanted tensors."""
@@ -125,6 +126,18 @@ class Planner:
             if not isinstance(self._walk.objects[name], nn.Module):
                 self.misfits.other.append(f"{name} is a module there and none here")
                 self.left_alone.add(name)
+
+    def _name_strange_parts(self) -> None:
+        """Parts of models to start fresh that are none here: of use to whoever misspelled one,
+        and right on a rank that holds other parts than its neighbours.
+        """
+        parts = {*self._live, *(path for scan in self._walk.scans.values() for path in scan.owners)}
+        for name in self._start_fresh if self.misfits else ():
+            is_of_module = isinstance(self._walk.objects.get(name.partition(".")[0]), nn.Module)
+            if is_of_module and not any(
+                part == name or part.startswith(f"{name}.") for part in parts
+            ):
+                self.misfits.other.append(f"--start-fresh {name} is no part of it here")
 
     def _plan_module(self, name: str) -> None:
         scan, saved = self._walk.scans[name], self._modules[name]
