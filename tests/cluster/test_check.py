@@ -43,6 +43,12 @@ def test_a_check_says_what_a_run_would_use_and_leaves_nothing(tmp_path: Path):
     assert code == 0, said
     assert "resumes at   step 2, from the checkpoint step-000000002-gen-0001" in said
     assert "1 are there now" in said
+    # A script that tracks more than that checkpoint has would be refused.
+    more = tmp_path / "more.py"
+    more.write_text(TINY.read_text().replace("run.track(", "run.track(extra={'count': 1}, "))
+    code, said = check(tmp_path / "more", "--job-dir", job.directory, script=more)
+    assert code == 78, said
+    assert said.count("--start-fresh extra") == 1 and "(ranks 0, 1)" in said.splitlines()[-1]
     assert everything_in(job.directory) == before
 
 

@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepfast.agent.memory import layout_words, settle_layout
@@ -14,7 +15,7 @@ from stepfast.checkpoint import owner
 from stepfast.checkpoint.arena import Arena
 from stepfast.checkpoint.directory import DirectoryStore
 from stepfast.checkpoint.owner import StoreOwner
-from stepfast.cli.check import Outlook, look_ahead, obstacles, table
+from stepfast.cli.check import Outlook, look_ahead, misfits, obstacles, table
 from stepfast.cli.tables import span
 from stepfast.config import JobConfig
 from stepfast.coordinator.journal import History, Journal, is_held, read_job_id
@@ -232,6 +233,24 @@ def test_slots_of_another_layout_are_said(place: Place):
     other = "\n".join(table(outlook, state_of(report(0, digest), report(1))))
     assert "laid out otherwise" not in same
     assert "ranks [1]: the slots to resume from were laid out otherwise" in other
+
+
+def test_what_does_not_fit_a_checkpoint_is_said_once_and_what_a_run_would_remark_is_a_note(
+    place: Place, tmp_path: Path
+):
+    place.save(tmp_path, 7)
+    outlook = place.look()
+    assert outlook.checkpoint == snap(7)
+    with_misfits = msgspec.structs.replace(report(0), misfits="not in it: a", remarks=("no b",))
+    same = msgspec.structs.replace(report(1), misfits="not in it: a", remarks=("no b",))
+    state = state_of(with_misfits, same)
+    assert misfits(state) == ["not in it: a (ranks 0, 1)"]
+    assert "\n".join(table(outlook, state)).count("no b") == 1
+    assert misfits(state_of(report(0), same)) == ["not in it: a (rank 1)"]
+    assert misfits(state_of(report(0), report(1))) == []
+    place.seal(0, 8)
+    place.seal(1, 8)
+    assert place.look().checkpoint is None, "memory is newer"
 
 
 def test_whether_a_job_directory_is_held_is_only_looked_at(place: Place):

@@ -17,7 +17,7 @@ from stepfast.checkpoint.export import export_safetensors
 from stepfast.checkpoint.imported import Selection, choose, import_checkpoint, open_source
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.tensors.export import ExportFormat, export
-from stepfast.checkpoint.tensors.reshard import Restored, restore
+from stepfast.checkpoint.tensors.reshard import Restored, misfits_of, restore
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.whole import WholeCheckpoint
 from stepfast.errors import StateError
@@ -97,6 +97,9 @@ def test_an_object_that_is_not_there_is_refused_and_the_error_says_the_way(
         load(checkpoint, objects)
     assert "not in the checkpoint: extra, optimizer; " in str(raised.value)
     assert str(raised.value).endswith("--start-fresh extra --start-fresh optimizer")
+    told: list[str] = []
+    tree = StateTree(objects)
+    assert misfits_of(tree, checkpoint, world_size=1, on_warning=told.append) == str(raised.value)
     with pytest.raises(StateError, match="not in the checkpoint: extra"):
         load(checkpoint, objects, "optimizer")
     with pytest.raises(StateError, match="--start-fresh optimiser is nothing that is tracked"):
@@ -118,7 +121,14 @@ def test_what_may_be_missing_begins_fresh_and_that_is_said(
         "model": model, "optimizer": optimizer, "extra": {"count": 3}, "noise": generator,
         "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2),
     }  # fmt: skip
-    _, told = load(checkpoint, objects, "optimizer", "extra", "schedule", "noise", "model")
+    fresh, said = ("optimizer", "extra", "schedule", "noise", "model"), list[str]()
+    before = model.embed.weight.clone()
+    assert not misfits_of(
+        StateTree(objects), checkpoint, world_size=1, start_fresh=fresh, on_warning=said.append
+    )
+    assert torch.equal(model.embed.weight, before), "only looked at"
+    _, told = load(checkpoint, objects, *fresh)
+    assert said == told
     assert len(told) == 1
     assert "has no extra, noise, optimizer, schedule: as the script made it" in told[0]
     assert torch.equal(model.embed.weight, saved.embed.weight)

@@ -59,6 +59,7 @@ class Outlook:
     checkpoints_there: int
     free_bytes: int  # in the memory directory, what the job's own slots take included
     layouts: dict[Rank, str]  # of the slots that a run would read, by digest; empty: it reads none
+    checkpoint: SnapshotId | None  # that a run would resume from
     obstacles: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -68,10 +69,16 @@ class Outlook:
         return SLOTS_WITH_OVERLAP + (SLOTS_TO_WRITE if self.checkpoints.url else 0)
 
 
-def check_settings(settings: JobSettings) -> JobSettings:
+def check_settings(settings: JobSettings, outlook: Outlook) -> JobSettings:
     """The settings of the check itself: it keeps nothing, and ends at the first fault."""
+    checkpoint = outlook.checkpoint
     return msgspec.structs.replace(
-        settings, check=True, recovery="off", faults=(), checkpoints=CheckpointSettings()
+        settings,
+        check=True,
+        check_against=None if checkpoint is None else (outlook.checkpoints.url, checkpoint),
+        recovery="off",
+        faults=(),
+        checkpoints=CheckpointSettings(start_fresh=outlook.checkpoints.start_fresh),
     )
 
 
@@ -118,6 +125,7 @@ def look_ahead(
         checkpoints_there=len(durable.committed),
         free_bytes=free_bytes(Path(config.memory_dir)) + _claimed_bytes(slots_dir),
         layouts=layouts,
+        checkpoint=source if isinstance(source, SnapshotId) else None,
         obstacles=tuple(found.obstacles),
         notes=tuple(dict.fromkeys((*_said(memories), *found.notes))),
     )
@@ -220,6 +228,18 @@ def obstacles(outlook: Outlook, state: JobState) -> list[str]:
             " --memory-dir, or run fewer ranks"
         )
     return found
+
+
+def misfits(state: JobState) -> list[str]:
+    """Why the checkpoint would be refused; what several ranks say is said once."""
+    ranks_by_text: dict[str, list[Rank]] = {}
+    for rank, report in sorted(state.checked.items()):
+        if report.misfits:
+            ranks_by_text.setdefault(report.misfits, []).append(rank)
+    return [
+        f"{text} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
+        for text, ranks in ranks_by_text.items()
+    ]
 
 
 def needed_bytes(outlook: Outlook, reports: Iterable[RankChecked]) -> int:
@@ -336,11 +356,12 @@ def _kept(reports: list[RankChecked]) -> str:
 
 
 def _notes(outlook: Outlook, reports: list[RankChecked]) -> list[str]:
+    remarks = list(dict.fromkeys(remark for report in reports for remark in report.remarks))
     other = [r.rank for r in reports if outlook.layouts.get(r.rank, r.layout) != r.layout]
     if not other:
-        return []
+        return remarks
     text = "the slots to resume from were laid out otherwise than this script would now"
-    return [f"ranks {other}: {text}: if it changed, resuming may fail"]
+    return [*remarks, f"ranks {other}: {text}: if it changed, resuming may fail"]
 
 
 def _steps(count: int) -> str:

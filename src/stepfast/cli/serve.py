@@ -22,7 +22,8 @@ import stepfast
 from stepfast.agent import memory
 from stepfast.agent.daemon import KEPT_MARK, Agent, Script
 from stepfast.checkpoint.arena import job_slots
-from stepfast.cli.check import Outlook, check_settings, look_ahead, obstacles, table
+from stepfast.checkpoint.store import check_slashes
+from stepfast.cli.check import Outlook, check_settings, look_ahead, misfits, obstacles, table
 from stepfast.config import JobConfig, metadata_of, split_address
 from stepfast.coordinator.journal import (
     EVENTS_FILE,
@@ -38,7 +39,7 @@ from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
 from stepfast.core.policy import Budget
 from stepfast.core.terms import NO_GENERATION, NodeId
 from stepfast.core.timeouts import timeouts_of
-from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError
+from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
 from stepfast.events import JobEnded, JobOpened
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.observe.summary import summarize, write_summary
@@ -107,7 +108,7 @@ def serve_coordinator(
     voice = _Voice(is_marked=is_marked)
     state = _first_state(config, journal, job_dir, clock.monotonic(), is_restarted=is_restarted)
     if outlook is not None:
-        state = replace(state, settings=check_settings(state.settings))
+        state = replace(state, settings=check_settings(state.settings, outlook))
     if listen_fd is None:
         host, port = listener.getsockname()[:2]
         voice.say(f"listening on {host}:{port}")
@@ -209,9 +210,11 @@ def _never_fired(config: JobConfig, job_dir: Path) -> list[str]:
 def _conclude_check(outlook: Outlook, state: JobState, voice: _Voice) -> int:
     """The table, as the last words; what stands in the way of a run is a failure."""
     voice.say_last("\n".join(table(outlook, state)))
-    found = obstacles(outlook, state)
-    for obstacle in found:
+    found, unfit = obstacles(outlook, state), misfits(state)
+    for obstacle in (*found, *unfit):
         voice.say_last(f"stepfast: a run would fail: {obstacle}")
+    if unfit:
+        return EXIT_USER_ERROR
     return EXIT_TRY_AGAIN if found else EXIT_FINISHED
 
 

@@ -58,6 +58,7 @@ class JobSettings(_Message, frozen=True, kw_only=True):
     faults: tuple[str, ...]
     checkpoints: CheckpointSettings = CheckpointSettings()
     check: bool = False  # end after the first turn, and leave nothing: no slot, no checkpoint
+    check_against: tuple[str, SnapshotId] | None = None  # then: where a run would resume from
 
 
 # --- agent -> coordinator ------------------------------------------------------------------------
@@ -203,6 +204,8 @@ class RankChecked(_Message, frozen=True, kw_only=True):
     backend: str
     torch_version: str
     torch_obstacle: str | None  # why nothing may be kept under this version
+    misfits: str = ""  # why the checkpoint that a run would resume from is refused
+    remarks: tuple[str, ...] = ()  # what a run would say when it resumes
 
 
 class RankReturned(_Message, frozen=True, kw_only=True):

@@ -1,4 +1,5 @@
-"""What a rank says in a check: the tracked objects by their size, what is kept, on what device.
+"""What a rank says in a check: the tracked objects by their size, what is kept, on what device,
+whether it fits the checkpoint that a run would resume from.
 
 Owns: the report. Does not own: when it is made (`train.rank_host`), what is said to a person
 (`cli`). Invariant: nothing is copied, and no collective is called.
@@ -6,21 +7,56 @@ Owns: the report. Does not own: when it is made (`train.rank_host`), what is sai
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from stepfast.checkpoint.loading import StoredCheckpoint
+from stepfast.checkpoint.store import open_store
+from stepfast.checkpoint.tensors.reshard import misfits_of
 from stepfast.checkpoint.tensors.tree import Collected
 from stepfast.core.messages import RankChecked, RankStart, TrackedObject
 from stepfast.core.terms import Rank
+from stepfast.errors import OperatingError
 from stepfast.train import torch_private
 from stepfast.train.data import TrackedLoader
 from stepfast.train.kept import Kept, Tracked
 
 _OBJECTS_MAX = 256  # the rest of them is summed up, for a message has its limit
+_TEXT_CHARS_MAX = 8000  # the same
 _OTHERS = "the rest"
 _OTHERS_TYPE = "generators, plain values"
 
 
-def what_is_kept(kept: Kept, order: RankStart, backend: str, seconds: float) -> RankChecked:
+class Fit(NamedTuple):
+    """How what is tracked fits the checkpoint that a run would resume from."""
+
+    misfits: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+def how_it_fits(tracked: Tracked, order: RankStart) -> Fit:
+    """Look at the checkpoint, where there is one, and change nothing."""
+    if order.settings.check_against is None:
+        return Fit()
+    url, snapshot = order.settings.check_against
+    remarks: list[str] = []
+    try:
+        misfits = misfits_of(
+            tracked.tree,
+            StoredCheckpoint.open(open_store(url), snapshot),
+            world_size=order.world_size,
+            start_fresh=order.settings.checkpoints.start_fresh,
+            on_warning=remarks.append,
+        )
+    except OperatingError as error:  # a run would try an older one, or later
+        return Fit(remarks=(str(error)[:_TEXT_CHARS_MAX],))
+    return Fit(misfits[:_TEXT_CHARS_MAX], tuple(text[:_TEXT_CHARS_MAX] for text in remarks))
+
+
+def what_is_kept(
+    kept: Kept, order: RankStart, backend: str, seconds: float, fit: Fit
+) -> RankChecked:
     """The report of this rank, at the boundary behind its first turn.
 
     Raises ScriptError for state that cannot be kept, as a snapshot would.
@@ -46,6 +82,8 @@ def what_is_kept(kept: Kept, order: RankStart, backend: str, seconds: float) -> 
         backend=backend,
         torch_version=str(torch.__version__),
         torch_obstacle=torch_private.version_obstacle(),
+        misfits=fit.misfits,
+        remarks=fit.remarks,
     )
 
 

@@ -39,7 +39,7 @@ from stepfast.core.terms import NOTHING_HELD, Rank, SnapshotId, Step
 from stepfast.core.timeouts import FIRST_TURN, SETUP, TURN
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
-from stepfast.train.checking import what_is_kept
+from stepfast.train.checking import Fit, how_it_fits, what_is_kept
 from stepfast.train.gradients import GradientWatch
 from stepfast.train.groups import Groups
 from stepfast.train.host import NoFaults, digests_of
@@ -94,6 +94,7 @@ class RankHost:
         )
         self._gradients = GradientWatch(self._gradients_kept)
         self._rng_resumed: RngState | None = None
+        self._fit = Fit()
 
     def enter(self, order: RankStart) -> None:
         """A stay begins; what was built is kept where all ranks agree to it."""
@@ -184,6 +185,7 @@ class RankHost:
         with self._monitor.shield():
             self.account.built = self.account.restored = time.monotonic()
             if order.settings.check:
+                self._fit = how_it_fits(tracked, order)
                 return  # nothing is kept, so there is nothing to attach to
             spare = SLOTS_TO_WRITE if order.settings.checkpoints.url else 0
             self.snapshots.attach(directory, tracked.tree, spare_slots=spare)
@@ -374,7 +376,7 @@ class RankHost:
         with self._monitor.shield():
             assert self.groups is not None, "inside a generation"
             backend = self.groups.backend
-            self._monitor.send(what_is_kept(self.kept, self._present, backend, seconds))
+            self._monitor.send(what_is_kept(self.kept, self._present, backend, seconds, self._fit))
         while True:
             self._monitor.check()
             time.sleep(_CHECKED_POLL_S)

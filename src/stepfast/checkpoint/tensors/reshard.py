@@ -113,18 +113,49 @@ def restore(
         return Restored(is_resharded=False, read_bytes=count)
     plan = Planner(checkpoint, walk, live, inspector, world, start_fresh=start_fresh)
     plan.run()
-    if plan.misfits:
-        text = f"{checkpoint.place} and what is tracked do not fit: {plan.misfits.words()}"
+    if text := _misfit_words(checkpoint, plan):
         if is_strict:
             raise StateError(f"{text}{plan.misfits.advice()}")
         on_warning(f"{text}; what does not fit stays as it is")
-    if plan.misfits.fresh:
-        fresh = ", ".join(plan.misfits.fresh[:SHOWN_MAX])
-        on_warning(f"{checkpoint.place} has no {fresh}: as the script made it, by --start-fresh")
+    _warn_of_fresh(checkpoint, plan, on_warning)
     source = fill(checkpoint, plan.wants.found, plan.plain(), tree.rank, counted)
     changed = tree.restore_from(source, plan.left_alone)
     _warn_of_flags(checkpoint, changed, tree.rank, on_warning)
     return Restored(is_resharded=True, read_bytes=count)
+
+
+def misfits_of(
+    tree: StateTree,
+    checkpoint: StoredCheckpoint,
+    *,
+    world_size: int,
+    start_fresh: Collection[str] = (),
+    on_warning: OnWarning,
+) -> str:
+    """What `restore` would refuse the checkpoint for, in its words; empty: nothing. Nothing live is
+    touched, and of the checkpoint only headers and plain values are read.
+    """
+    walk, live, inspector = tree.look()
+    world = OtherWorld(checkpoint, rank=tree.rank, world_size=world_size, on_warning=on_warning)
+    if world.is_same_size and _is_own_layout(checkpoint, tree.rank, walk, live, world):
+        return ""
+    plan = Planner(checkpoint, walk, live, inspector, world, start_fresh=start_fresh)
+    plan.run()
+    _warn_of_fresh(checkpoint, plan, on_warning)
+    text = _misfit_words(checkpoint, plan)
+    return f"{text}{plan.misfits.advice()}" if text else ""
+
+
+def _misfit_words(checkpoint: StoredCheckpoint, plan: Planner) -> str:
+    if not plan.misfits:
+        return ""
+    return f"{checkpoint.place} and what is tracked do not fit: {plan.misfits.words()}"
+
+
+def _warn_of_fresh(checkpoint: StoredCheckpoint, plan: Planner, on_warning: OnWarning) -> None:
+    if plan.misfits.fresh:
+        fresh = ", ".join(plan.misfits.fresh[:SHOWN_MAX])
+        on_warning(f"{checkpoint.place} has no {fresh}: as the script made it, by --start-fresh")
 
 
 def _warn_of_flags(
