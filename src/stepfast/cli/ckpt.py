@@ -47,6 +47,7 @@ from stepfast.core.terms import SnapshotId
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError, StateError
 from stepfast.observe.sizes import size_text
 
+EVENTS_FILE = "events.jsonl"  # of a job directory
 JOB_FOLDER = "checkpoints"  # of a job directory
 _BAR_CHARS = 30
 _NAMES_SHOWN = 3
@@ -129,12 +130,19 @@ def _ls(options: argparse.Namespace) -> int:
     if rows:
         _say_table(("STEP", "GENERATION", "RANKS", "TENSORS", "SIZE", "CREATED", "JOB"), rows)
     else:
-        _say(f"no checkpoint in {store.url}")
+        _say(f"no checkpoint in {store.url}{_elsewhere(store.url)}")
     for finding in seen.damaged:
         _say(f"damaged: {finding.name}: {finding.text}")
     for snapshot in seen.unfinished:
         _say(f"not committed: {checkpoint_name(snapshot.step, snapshot.generation)}")
     return EXIT_FINISHED
+
+
+def _elsewhere(url: str) -> str:
+    """A hint where a job's own directory is empty of checkpoints."""
+    path = Path(url)
+    is_job = any((place / EVENTS_FILE).is_file() for place in (path, path.parent))
+    return "; if its run had --checkpoints, name that place" if is_job else ""
 
 
 def _alone(seen: Survey, snapshot: SnapshotId) -> Survey:
