@@ -121,7 +121,7 @@ class JobConfig:
         return self.nodes * self.nproc_per_node
 
 
-_CHOICES = {
+CHOICES = {
     "recovery": ("off", "report", "on"),
     "hang": ("recover", "report"),
     "on_damage": ("fall-back", "stop"),
@@ -217,8 +217,8 @@ def _checked(key: str, value: Any) -> Any:
         raise ConfigError(f"{key} must be a whole number, not {value!r}")
     if kind.startswith("str") and not isinstance(value, str):
         raise ConfigError(f"{key} must be a string, not {value!r}")
-    if key in _CHOICES and value not in _CHOICES[key]:
-        raise ConfigError(f"{key} must be one of {', '.join(_CHOICES[key])}, not {value!r}")
+    if key in CHOICES and value not in CHOICES[key]:
+        raise ConfigError(f"{key} must be one of {', '.join(CHOICES[key])}, not {value!r}")
     if key in _AT_LEAST and value < _AT_LEAST[key]:
         raise ConfigError(f"{key} must be at least {_AT_LEAST[key]}, not {value}")
     return value

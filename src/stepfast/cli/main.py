@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stepfast.cli.parser import build_parser
+from stepfast.cli.parser import parse
 from stepfast.config import (
     LOOPBACK_HOSTS,
     SETTINGS,
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command's exit code; every refusal is one line on the error stream."""
     _prepare_streams()
     try:
-        options = build_parser().parse_args(argv)
+        options = parse(argv)
         return _dispatch(options)
     except StepfastError as error:
         sys.stderr.write(f"stepfast: {error}\n")

@@ -7,10 +7,12 @@ Owns: names and help. Does not own: what a command does (`cli.main`).
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Sequence
 from typing import NoReturn
 
 import stepfast
-from stepfast.config import SETTINGS
+from stepfast.config import CHOICES, SETTINGS
 from stepfast.errors import ConfigError
 
 _JOB = (
@@ -71,13 +73,23 @@ examples:
   stepfast ckpt verify s3://bucket/run-7
   stepfast ckpt diff jobs/a jobs/b/checkpoints/step-000000050-gen-0001
   stepfast ckpt export jobs/a exported-model
-  stepfast ckpt import meta-llama/Llama-3.2-1B jobs/tuned/checkpoints
+  stepfast ckpt import ./Llama-3.2-1B jobs/tuned/checkpoints
   stepfast ckpt prune jobs/a --keep-last 3 --keep-every 1000 --dry-run
 exit codes:
   0   done
   1   verify found damage, diff a difference, or the store or a checkpoint cannot be read
   78  the command cannot work as it was given
 """
+
+_METAVARS = {  # where a setting's last word does not say it
+    "checkpoints": "PLACE",
+    "checkpoint_bytes_per_s": "BYTES",
+    "checkpoint_metadata": "KEY=VALUE",
+    "start_fresh": "NAME",
+    "preload": "MODULE",
+    "summary": "FILE",
+    "listen": "HOST:PORT",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -86,6 +98,23 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line that says what is wrong."""
         raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of one command; ConfigError, with the nearest flag, for what it does not know."""
+    options, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        command: _Parser = options.parser
+        if not unknown[0].startswith("-"):
+            command.error(f"{unknown[0]} is one argument too many")
+        command.error(f"no such flag: {unknown[0]}{_nearest(command, unknown[0])}")
+    return options
+
+
+def _nearest(parser: argparse.ArgumentParser, given: str) -> str:
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    near = difflib.get_close_matches(given.partition("=")[0], flags, n=2, cutoff=0.75)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -110,7 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _command(
     commands: argparse._SubParsersAction[_Parser], name: str, text: str, examples: str
 ) -> argparse.ArgumentParser:
-    return commands.add_parser(
+    command = commands.add_parser(
         name,
         help=text,
         description=text,
@@ -118,6 +147,8 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    command.set_defaults(parser=command)
+    return command
 
 
 def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -250,11 +281,19 @@ def _add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> No
         parser.add_argument(
             flag,
             dest=name,
-            metavar=name.rsplit("_", 1)[-1].upper(),
+            metavar=_metavar(name, str(setting.type)),
             default=argparse.SUPPRESS,
             action="append" if repeatable else "store",
             help=shown.replace("%", "%%"),
         )
+
+
+def _metavar(name: str, kind: str) -> str:
+    if name in CHOICES:
+        return "|".join(CHOICES[name])
+    if kind.startswith("int"):
+        return "N"
+    return _METAVARS.get(name, name.rsplit("_", 1)[-1].upper())
 
 
 def _add_strict(parser: argparse.ArgumentParser) -> None:
