@@ -256,12 +256,13 @@ def table(outlook: Outlook, state: JobState) -> list[str]:
     reports = [report for _, report in sorted(state.checked.items())]
     first = reports[0]
     config, limits = outlook.config, state.timeouts
+    nodes = f"each of {config.nodes} nodes" if config.nodes > 1 else "the only node"
     hang = (
         f"a step {limits.hang_floor_s:g} s at the least; first turns and unseen sections"
         f" {limits.hang_ceiling_s:g} s; hang = {config.hang}, recovery = {config.recovery}"
     )
     rows = [
-        ("ranks", f"{config.world_size}, {config.nproc_per_node} on each of {config.nodes} nodes"),
+        ("ranks", f"{config.world_size}, {config.nproc_per_node} on {nodes}"),
         ("device", f"{_same(reports, lambda r: r.device)}, groups by {first.backend}"),
         ("versions", _versions(first)),
         ("first turn", f"{max(r.seconds for r in reports):.2f} s with what happens only once"),

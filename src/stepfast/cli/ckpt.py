@@ -45,7 +45,7 @@ from stepfast.checkpoint.whole import WholeCheckpoint, compare
 from stepfast.cli.tables import aligned
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError, StateError
-from stepfast.observe.sizes import size_text
+from stepfast.observe.sizes import counted, size_text
 
 EVENTS_FILE = "events.jsonl"  # of a job directory
 JOB_FOLDER = "checkpoints"  # of a job directory
@@ -164,7 +164,7 @@ def _show(options: argparse.Namespace) -> int:
     _say(f"{store.url}/{manifest.name}")
     _say(f"step {manifest.step} of generation {manifest.generation}, job {manifest.job_id}")
     _say(f"created {_time(manifest.created_at_s)} by stepfast {manifest.stepfast_version}")
-    nodes = f"{manifest.world_size} ranks, {manifest.nproc_per_node} on a node"
+    nodes = f"{counted(manifest.world_size, 'rank')}, {manifest.nproc_per_node} on a node"
     _say(f"{nodes}, torch {manifest.torch_version}, {size_text(manifest.size_bytes)}")
     for key, value in manifest.user.items():
         _say(f"{key}: {value}")

@@ -34,6 +34,7 @@ from stepfast.coordinator.journal import (
 )
 from stepfast.coordinator.server import JobServer
 from stepfast.core.durable import CheckpointSettings
+from stepfast.core.faults import is_plain_refusal
 from stepfast.core.job_state import JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
 from stepfast.core.policy import Budget
@@ -182,7 +183,8 @@ def _conclude(
     if end.status == "failed":
         fault = end.fault
         if fault is not None and fault.error is not None:
-            voice.say_last(fault.error.traceback.rstrip())
+            if not is_plain_refusal(fault.error):
+                voice.say_last(fault.error.traceback.rstrip())
         elif fault is not None and fault.log_tail:
             voice.say_last(fault.log_tail)
         where = f"rank {fault.rank}: " if fault is not None and fault.rank is not None else ""

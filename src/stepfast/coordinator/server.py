@@ -39,7 +39,7 @@ from stepfast.core.outputs import EndProcess, Output, Persist, Record, SendToNod
 from stepfast.core.terms import NodeId
 from stepfast.errors import OperatingError, StepfastError
 from stepfast.events import Event, JobOpened, Note
-from stepfast.observe.console import Progress, line_of
+from stepfast.observe.console import Lines, Progress
 from stepfast.runtime.driver import Driver
 from stepfast.runtime.ports import Clock
 from stepfast.runtime.transport import CLOSE_REFUSED
@@ -121,6 +121,7 @@ class JobServer:
         self._say = say
         self._say_progress = say_progress
         self._progress = Progress()
+        self._lines = Lines()
         self._progress_at = 0.0
         self._refused = 0
         self._strangers = Strangers(state.nodes)
@@ -336,7 +337,7 @@ class JobServer:
     def _write(self, event: Event, *, durable: bool) -> None:
         self._journal.append(event, durable=durable)
         self._progress.take(event)
-        if (line := line_of(event)) is not None:
+        if (line := self._lines.line_of(event)) is not None:
             self._say(line)
 
     async def _healthz(self, request: Request) -> JSONResponse:

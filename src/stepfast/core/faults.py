@@ -218,3 +218,8 @@ def kind_of_end(signal_number: int | None) -> FaultKind:
     if signal_number == _SIGKILL:
         return FaultKind.KILL
     return FaultKind.SEGV if signal_number in _CRASH_SIGNALS else FaultKind.SIGNAL
+
+
+def is_plain_refusal(error: ExceptionReport) -> bool:
+    """Whether stepfast itself refuses state: its message says all, its traceback is of its own."""
+    return error.error_class is ErrorClass.STATE and error.type.startswith("stepfast.")

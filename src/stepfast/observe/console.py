@@ -22,7 +22,7 @@ from stepfast.events import (
     Note,
     Recovered,
 )
-from stepfast.observe.sizes import size_text
+from stepfast.observe.sizes import counted, size_text
 
 # A line that begins with this is a progress line: `stepfast run` shows the newest one in place on a
 # terminal.
@@ -35,7 +35,7 @@ def line_of(event: Event) -> str | None:
     """The event in one line, or None where it is not for people."""
     match event:
         case JobOpened():
-            ranks = f"{event.nodes} x {event.nproc_per_node} ranks"
+            ranks = f"{event.nodes} x {counted(event.nproc_per_node, 'rank')}"
             return f"job {event.job_id}: {event.script} on {ranks}"
         case NodeLeft():
             return f"node {event.node} left: {event.reason}"
@@ -54,7 +54,7 @@ def line_of(event: Event) -> str | None:
             return f"checkpoint of step {event.step} committed: {size_text(event.size_bytes)}"
         case CheckpointLost():
             reason = _first_line(event.reason)
-            return f"no checkpoint of step {event.step}, training goes on: {reason}"
+            return f"no checkpoint of step {event.step}: {reason}"
         case CheckpointsVanished():
             steps = ", ".join(map(str, event.steps))
             return (
@@ -83,6 +83,31 @@ def line_of(event: Event) -> str | None:
     return None
 
 
+class Lines:
+    """The lines of one job's events: what was said at length is not said at length again."""
+
+    def __init__(self) -> None:
+        """Nothing said yet."""
+        self._said: list[str] = []
+
+    def line_of(self, event: Event) -> str | None:
+        """The event in one line; of a fault's long reason, from the second time on, its begin."""
+        line = line_of(event)
+        if line is None:
+            return None
+        for text in self._said:
+            line = line.replace(text, f"{text[:_AGAIN_CHARS]}... (as above)")
+        if isinstance(event, FaultSeen):
+            reason = _first_line(event.reason)
+            _, colon, after = reason.partition(": ")  # the same from any rank
+            text = after if colon and reason.startswith("rank ") else reason
+            if len(text) >= _LONG_CHARS and text in line:
+                self._said.append(text)
+        return line
+
+
+_LONG_CHARS = 160  # of a reason, from which on it is not repeated
+_AGAIN_CHARS = 70
 _COLLATERAL_CHARS_MAX = 80  # a victim's words explain nothing
 
 
@@ -108,7 +133,8 @@ class Progress:
 
     def at_step(self, step: int, now: float) -> None:
         """Learn how far the job is."""
-        if self._marked is None or step < self._marked[1]:
+        is_still = self._rate is None and self._marked is not None and step == self._marked[1]
+        if self._marked is None or step < self._marked[1] or is_still:
             self._marked = (now, step)
         elif now - self._marked[0] >= 2.0:
             self._rate = (step - self._marked[1]) / (now - self._marked[0])

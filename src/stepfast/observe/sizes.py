@@ -14,3 +14,8 @@ def size_text(size_bytes: float) -> str:
         return f"{size_bytes:.0f} B"
     power = min(4, int(math.log2(size_bytes)) // 10)
     return f"{size_bytes / 1024**power:.1f} {'KMGT'[power - 1]}iB"
+
+
+def counted(count: int, word: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -73,7 +73,7 @@ class SnapshotCost:
         whole_s = _median(self._wholes_s)
         each_s = boundary_s + fence_s + whole_s / WHOLE_EVERY + beside_s
         text = (
-            f"snapshots cost {each_s / interval_steps / step_s:.1%} of a step of"
+            f"{each_s / interval_steps / step_s:.1%} of a step of"
             f" {step_s * 1e3:.1f} ms: held {boundary_s * 1e3:.2f} ms at the boundary and"
             f" {fence_s * 1e3:.2f} ms at the fence, {whole_s * 1e3:.1f} ms by a whole one (each"
             f" {WHOLE_EVERY}th), copying beside the training {beside_s * 1e3:.2f} ms ({how})"

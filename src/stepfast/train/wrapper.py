@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stepfast.core.faults import ErrorClass, ExceptionReport
+from stepfast.core.faults import ErrorClass, ExceptionReport, is_plain_refusal
 from stepfast.core.messages import ProbeAnswer, RankFinish, RankLeave, RankStart
 from stepfast.core.rank import (
     MainEntered,
@@ -210,9 +210,11 @@ class RankProcess:
 
 
 def _shown(report: ExceptionReport) -> str:
-    """What the rank's log shows: a victim's traceback says nothing, so it is one line."""
+    """What the rank's log shows: one line where a traceback says nothing."""
     if report.error_class is ErrorClass.COLLECTIVE:
         return f"stepfast: lost its peers ({report.type})\n"
+    if is_plain_refusal(report):
+        return f"stepfast: {report.message}\n"
     return report.traceback
 
 
