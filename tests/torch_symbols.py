@@ -1,7 +1,7 @@
-"""Holds tests/torch_symbols.toml against the torch that is installed: `python tests/torch_symbols.py`.
+"""Holds torch_symbols.toml against the torch that is installed: `python tests/torch_symbols.py`.
 
-Owns: finding a symbol without making an object of its class, its parameters, its file. Needs torch and
-nothing else of ours, so that an environment with torch alone can run it.
+Owns: finding a symbol without making an object of its class, its parameters, its file. Needs torch
+and nothing else of ours, so that an environment with torch alone can run it.
 Does not own: which symbols there are (`architecture.torch_uses`).
 
 Invariant: CUDA is not initialised, and no GPU is needed.
@@ -38,6 +38,7 @@ class Row(NamedTuple):
     is_guarded: bool
     needs_cuda: bool
     is_variable: bool
+    since: tuple[int, ...] = ()
 
 
 class Found(NamedTuple):
@@ -57,7 +58,9 @@ def read(path: Path = TABLE) -> tuple[dict[str, Any], list[Row]]:
             name, parameters = _parse(text)
             rows.append(_row(group, f"{group['owner']}.{name}", parameters, [group["where"]]))
     for group in table["variable"]:
-        rows += [_row(group, name, None, group["where"], is_variable=True) for name in group["names"]]
+        rows += [
+            _row(group, name, None, group["where"], is_variable=True) for name in group["names"]
+        ]
     return table, rows
 
 
@@ -72,7 +75,12 @@ def _row(
         is_guarded=group.get("guarded", False),
         needs_cuda=group.get("build") == "cuda",
         is_variable=is_variable,
+        since=_numbers(group.get("since", "0")),
     )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _parse(text: str) -> tuple[str, dict[str, str] | None]:
@@ -107,6 +115,9 @@ def check(table: dict[str, Any], rows: list[Row]) -> Iterator[Found]:
         for row in rows:
             if row.needs_cuda and not has_cuda:
                 yield Found(row, "unused", "a build without CUDA")
+                continue
+            if _numbers(version) < row.since:
+                yield Found(row, "unused", f"not before torch {row.since[0]}.{row.since[1]}")
                 continue
             why = _why_variable(row) if row.is_variable else _why_symbol(row)
             if why and row.is_guarded and not is_guard_open:
@@ -291,7 +302,9 @@ def main() -> int:
         print(f"{one.verdict:<8} {one.row.name:<{width}} {one.why}".rstrip())
     count = {v: sum(f.verdict == v for f in found) for v in ("ok", "unused", "differs")}
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    print(f"torch {torch.__version__} ({build}): " + ", ".join(f"{n} {v}" for v, n in count.items()))
+    print(
+        f"torch {torch.__version__} ({build}): " + ", ".join(f"{n} {v}" for v, n in count.items())
+    )
     if version not in table["checked"]:
         print(f"torch {version} is not among the checked versions: {', '.join(table['checked'])}")
     return 1 if count["differs"] else 0

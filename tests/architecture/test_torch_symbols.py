@@ -14,8 +14,8 @@ from torch_symbols import read
 
 # Private names of others that look as if they were torch's.
 NOT_OF_TORCH = {"._config": "multiprocessing's directory for its sockets"}
-KEYS = {"symbol": {"owner", "names", "where", "without", "guarded", "build"},
-        "variable": {"names", "where", "build"}}  # fmt: skip
+KEYS = {"symbol": {"owner", "names", "where", "without", "guarded", "build", "since"},
+        "variable": {"names", "where", "build", "since"}}  # fmt: skip
 
 
 def table() -> dict[str, list[dict[str, object]]]:
@@ -55,7 +55,7 @@ def test_no_row_stands_twice():
 def test_rows_say_what_they_have_to(kind: str):
     for group in table()[kind]:
         assert set(group) <= KEYS[kind]
-        assert all(group[key] for key in KEYS[kind] - {"guarded", "build"})
+        assert all(group[key] for key in KEYS[kind] - {"guarded", "build", "since"})
         assert group.get("build", "cuda") == "cuda"
 
 

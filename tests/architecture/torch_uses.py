@@ -68,9 +68,8 @@ def uses_in(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield from _of_attribute(node, aliases, others, is_whole=id(node) not in inner)
         elif isinstance(node, ast.Call):
             yield from _of_call(node)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if _TORCH_PATH.fullmatch(node.value) and _is_delicate(node.value):
-                yield node.value, node.lineno
+        elif _is_torch_path(node):
+            yield node.value, node.lineno
 
 
 def _of_attribute(
@@ -126,8 +125,13 @@ def _is_private(name: str) -> bool:
 def _is_delicate(path: str) -> bool:
     parts = path.split(".")
     return parts[0] == "torch" and (
-        parts[1:2] == ["cuda"] and len(parts) > 2 or any(map(_is_private, parts))
+        (parts[1:2] == ["cuda"] and len(parts) > 2) or any(map(_is_private, parts))
     )
+
+
+def _is_torch_path(node: ast.AST) -> bool:
+    text = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(text, str) and bool(_TORCH_PATH.fullmatch(text)) and _is_delicate(text)
 
 
 def _words_in(tree: ast.Module) -> Iterator[str]:
@@ -141,11 +145,11 @@ def _words_in(tree: ast.Module) -> Iterator[str]:
 
 
 def is_covered(use: str, rows: set[str]) -> bool:
-    """Whether a row speaks of the use, or of what stands above it but is private itself."""
+    """Whether a row speaks of the use, of something in it, or of the last private name in it."""
     if use.startswith("."):
         return any(row.endswith(use) for row in rows)
+    if any(row.startswith(use + ".") for row in rows):
+        return True
     parts = use.split(".")
     heads = {".".join(parts[:n]) for n in range(2, len(parts) + 1)}
     return any(h in rows and not any(map(_is_private, use[len(h) :].split("."))) for h in heads)
-
-

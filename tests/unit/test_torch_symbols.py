@@ -58,3 +58,8 @@ def test_a_guarded_symbol_may_be_missing_where_it_is_not_used():
     guarded = row("torch.nn.Module._no_such_field")._replace(is_guarded=True)
     assert verdict(guarded, guarded=())[0] == "unused"
     assert verdict(guarded)[0] == "differs"
+
+
+def test_a_symbol_may_be_missing_before_the_version_that_brings_it():
+    later = row("torch.nn.Module._no_such_field")._replace(since=(99, 1))
+    assert verdict(later) == ("unused", "not before torch 99.1")
