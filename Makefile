@@ -4,7 +4,7 @@
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.setup-done
-# A CUDA build of torch, in a place of its own; `make check-cuda TORCH_CUDA=2.9.1` takes another release.
+# A CUDA build of torch, with the numpy that its DTensor wants, in a place of its own; `make check-cuda TORCH_CUDA=2.9.1` takes another release.
 VENV_CUDA  := .venv-cuda
 TORCH_CUDA := 2.14.1
 STAMP_CUDA := $(VENV_CUDA)/.torch-$(TORCH_CUDA)
@@ -69,7 +69,7 @@ $(STAMP_CUDA):
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer: say make check-cuda PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(VENV_CUDA)/bin/pip || "$(PYTHON)" -m venv $(VENV_CUDA) || { rm -rf $(VENV_CUDA); exit 1; }
 	@echo "installing torch $(TORCH_CUDA) into $(VENV_CUDA): several GB, some minutes"
-	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH_CUDA)
+	$(VENV_CUDA)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile torch==$(TORCH_CUDA) numpy
 	@rm -f $(VENV_CUDA)/.torch-*
 	@touch $@
 
