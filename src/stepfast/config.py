@@ -9,6 +9,7 @@ from. Unknown keys are refused by name. The environment and the command line are
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -20,6 +21,7 @@ from stepfast.errors import ConfigError
 ENVIRONMENT_PREFIX = "STEPFAST_"
 FILE_NAME = "stepfast.toml"
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # part of a directory's name
 _RANKS_MAX = 4096  # more than any one job here was simulated with
 
 
@@ -35,6 +37,11 @@ class JobConfig:
     nproc_per_node: int = _setting(1, "ranks on each node")
     job_dir: str = _setting(
         "", "where events, logs and the summary go (default: a new one in ./stepfast-jobs)"
+    )
+    job_id: str = _setting(
+        "",
+        "what the job is called, in its checkpoints and in memory; give it where the job directory"
+        " may be lost, as in a pod (default: made up once, and kept in the job directory)",
     )
     summary: str = _setting("", "also copy summary.json to this file")
     recovery: str = _setting(
@@ -89,6 +96,11 @@ class JobConfig:
     )
     on_damage: str = _setting(
         "fall-back", "fall-back, or stop: what is done where the newest checkpoint is damaged"
+    )
+    start_fresh: tuple[str, ...] = _setting(
+        (),
+        "a tracked object, or a part of one (model.head), that the checkpoint may lack: it then is"
+        " as the script makes it; may be repeated",
     )
     device: str = _setting("auto", "cpu, cuda, or auto")
     memory_dir: str = _setting("/dev/shm", "a memory-backed directory for the snapshot slots")
@@ -215,6 +227,10 @@ def _checked(key: str, value: Any) -> Any:
 def _check_whole(config: JobConfig) -> None:
     if config.world_size > _RANKS_MAX:
         raise ConfigError(f"{config.world_size} ranks are more than the {_RANKS_MAX} supported")
+    if config.job_id and _JOB_ID.fullmatch(config.job_id) is None:
+        raise ConfigError(
+            f"job_id {config.job_id!r} must be letters, digits, '.', '_' and '-', at most 63"
+        )
     split_address(config.listen)
     metadata_of(config)
     rate = config.checkpoint_bytes_per_s

@@ -8,6 +8,7 @@
         │   ├── ConfigError    a setting, flag or file is wrong
         │   └── ScriptError    the script uses stepfast in a way that cannot work
         └── OperatingError     1: the world failed (port, disk, memory, peer); try again
+            ├── NoRoomError    the node's memory is too small for the snapshots
             └── StateError     a slot or layout does not match what is asked of it
 
 Operating *faults* of a running job are no exceptions: they are typed values (`core.faults.Fault`)
@@ -52,6 +53,10 @@ class ScriptError(UserError):
 
 class OperatingError(StepfastError):
     """The world failed: a port, a disk, memory, a peer. Trying again may help."""
+
+
+class NoRoomError(OperatingError):
+    """The memory for snapshots is too small; on this node it will be the next time, too."""
 
 
 class StateError(OperatingError):

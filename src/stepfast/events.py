@@ -139,6 +139,15 @@ class CheckpointLost(_Event, frozen=True, kw_only=True):
     reason: str
 
 
+class CheckpointsVanished(_Event, frozen=True, kw_only=True):
+    """Committed checkpoints that this job did not remove are in the store no more. They were
+    deleted or renamed, or the file system that they lie on is mounted there no more.
+    """
+
+    steps: tuple[int, ...]
+    url: str
+
+
 class CheckpointRejected(_Event, frozen=True, kw_only=True):
     """A committed checkpoint was read, and is damaged."""
 
@@ -195,6 +204,7 @@ Event = (
     | Recovered
     | CheckpointCommitted
     | CheckpointLost
+    | CheckpointsVanished
     | CheckpointRejected
     | StepLogged
     | Note

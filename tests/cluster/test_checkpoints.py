@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,13 +15,16 @@ from cluster.conftest import Reference
 from cluster.harness import SCRIPTS, TINY, Job, finish, run_job, running
 from stepfast.checkpoint.catalog import committed, verify
 from stepfast.checkpoint.store import open_store
+from stepfast.cli.main import main
 from stepfast.core.terms import SnapshotId
 from stepfast.events import (
     CheckpointCommitted,
+    CheckpointLost,
     CheckpointRejected,
     GenerationOpened,
     JobEnded,
     NodeLeft,
+    Note,
 )
 
 ARGS = ("--steps", 40)
@@ -75,12 +79,18 @@ def test_a_job_leaves_its_last_step_and_the_one_before(tmp_path: Path, reference
     assert job.summary()["final_digest"] == reference_digest(TINY, *ARGS, layout=LAYOUT)
 
 
+@pytest.mark.parametrize(
+    ("args", "flags"),
+    [
+        ((), ("--snapshot-interval-steps", 4)),  # between two snapshots
+        (("--behind",), ("--fault", "kill@rank=1,step=9")),  # its last turn counts, and is repeated
+    ],
+)
 def test_a_loop_that_is_left_early_has_its_last_step_too(
-    tmp_path: Path, reference_digest: Reference
+    args: tuple[str, ...], flags: tuple[Any, ...], tmp_path: Path, reference_digest: Reference
 ):
-    """Between two snapshots, of which only each fourth step has one."""
-    script, flags = SCRIPTS / "leaving.py", ("--snapshot-interval-steps", 4)
-    job = run_job(tmp_path, script, "--steps", 10, layout=LAYOUT, flags=flags)
+    script = SCRIPTS / "leaving.py"
+    job = run_job(tmp_path, script, "--steps", 10, *args, layout=LAYOUT, flags=flags)
     (last,) = checkpoints(job.directory / "checkpoints")
     assert last.step == 10
     expected = reference_digest(TINY, "--steps", 10, layout=LAYOUT)
@@ -93,7 +103,19 @@ def test_another_job_goes_on_from_the_store(
     job = run_job(tmp_path, TINY, *ARGS, layout=LAYOUT, flags=("--checkpoints", half_way))
     assert opened(job) == [(20, "checkpoint")]
     assert job.summary()["final_digest"] == reference_digest(TINY, *ARGS, layout=LAYOUT)
-    assert [s.step for s in checkpoints(half_way)] == [40, 20]
+    assert [s.step for s in checkpoints(half_way)] == [40, 20, 10], "another job's stay"
+    (said,) = [e.text for e in job.of_type(Note) if "starts from" in e.text]
+    assert said.startswith("starts from step 20 of job ")
+
+
+def test_a_second_job_in_one_store_is_refused(tmp_path: Path):
+    store = ("--checkpoints", tmp_path / "store")
+    with running(tmp_path / "first", TINY, *PACED, layout=LAYOUT, flags=store) as job:
+        job.until_step(1)
+        second = run_job(tmp_path / "second", TINY, *ARGS, layout=LAYOUT, flags=store, expected=78)
+        assert "and lives; give this job another" in second.of_type(JobEnded)[0].reason
+        finish(job)
+    assert [s.step for s in checkpoints(tmp_path / "store")] == [40]
 
 
 def test_another_number_of_ranks_goes_on_from_the_store(half_way: Path, tmp_path: Path):
@@ -253,6 +275,17 @@ def test_a_write_that_hangs_holds_nobody(tmp_path: Path):
     began = time.monotonic()
     job = run_job(tmp_path, TINY, *PACED, layout=LAYOUT, flags=flags)
     print(f"{time.monotonic() - began:.1f} s")
-    skipped = job.notes("checkpoint skipped")
-    assert skipped and "the one before is still being written" in skipped[0].text
+    skipped = job.of_type(CheckpointLost)
+    assert skipped and "the one before is still being written" in skipped[0].reason
     assert checkpoints(job.directory / "checkpoints")[0].step == 40
+
+
+def test_weights_that_were_exported_start_another_job(half_way: Path, tmp_path: Path):
+    exported, store = tmp_path / "exported", tmp_path / "weights"
+    assert main(["ckpt", "export", str(half_way), str(exported)]) == 0
+    assert main(["ckpt", "import", str(exported), str(store)]) == 0
+    flags = ("--checkpoints", store, "--start-fresh", "optimizer")
+    job = run_job(tmp_path / "second", TINY, "--steps", 3, layout=(1, 1), flags=flags)
+    assert opened(job) == [(0, "checkpoint")]
+    assert any("has no optimizer" in event.text for event in job.of_type(Note))
+    assert [(s.step, s.generation) for s in checkpoints(store)] == [(3, 1), (0, 0)]

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,24 @@ from torch.distributed.fsdp import fully_shard
 from stepfast.errors import Interrupted
 from stepfast.train import torch_groups, torch_private
 from stepfast.train.groups import Groups, Membership
+
+THREADS_AT_REST = 2  # the main one, and the one that hears of aborts
+SETTLE_LIMIT_S = 60.0
+"""How long what an abort woke may take to end, on a machine that has much else to do."""
+
+
+def _settled(before: dict[str, int] | None) -> dict[str, int]:
+    """What is left over, once it is no more than `before`, or did not become so for long."""
+    deadline = time.monotonic() + SETTLE_LIMIT_S
+    while True:
+        now = _left_over()
+        if before is None:
+            is_settled = now["python threads"] <= THREADS_AT_REST
+        else:
+            is_settled = all(now[name] <= before[name] for name in now if name != "resident MiB")
+        if is_settled or time.monotonic() > deadline:
+            return now
+        threading.Event().wait(0.1)
 
 
 def _left_over() -> dict[str, int]:
@@ -58,6 +77,7 @@ class Collectives:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.rounds = 0
+        self._first: dict[str, int] | None = None
 
     def run(
         self, groups: Groups, membership: Membership, order: Any, leaving: Callable[[], bool]
@@ -80,7 +100,11 @@ class Collectives:
 
     def quiet(self, groups: Groups) -> Any:
         self.rounds += 1
-        return _left_over() if self.rounds % 10 == 0 else None
+        if self.rounds % 10:
+            return None
+        now = _settled(self._first)
+        self._first = self._first or now
+        return now
 
 
 class Blocked:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from process.groups_cluster import Cluster
-from process.groups_workloads import Collectives
+from process.groups_workloads import SETTLE_LIMIT_S, Collectives
 
 ROUNDS = 50
 RESIDENT_SLACK_MIB = 8  # the allocator's own; what leaks would be more in forty generations
@@ -19,7 +19,7 @@ def test_fifty_generations_leave_nothing():
             cluster.open_generation(-1)
             threading.Event().wait(0.03 + 0.001 * (round_number % 17))
             cluster.abort()
-            answers = cluster.answers()
+            answers = cluster.answers(limit_s=2 * SETTLE_LIMIT_S)
             assert {answer[0] for answer in answers.values()} == {"quiet"}, answers
             seen.append(answers)
         for rank in range(4):

@@ -5,6 +5,7 @@ parts, retries, and errors that say what to change and give no secret away.
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import traceback
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from process.s3_server import (
     ACCESS_KEY,
@@ -160,6 +163,22 @@ def test_a_service_that_asks_for_less_is_tried_again(
     assert proxy.refused > 10
 
 
+def test_looking_for_checkpoints_lists_once_and_outlasts_an_overloaded_service(
+    store: CheckpointStore, proxy: Proxy, tmp_path: Path
+) -> None:
+    Slots(tmp_path).save(store, snap(5), snap(6))
+    overloaded = iter([SLOW_DOWN] * 3)
+
+    def is_listing(path: str) -> bool:
+        return "list-type" in path
+
+    proxy.plan = lambda method, path: next(overloaded, None) if is_listing(path) else None
+    before, refused = len(proxy.requests), proxy.refused
+    assert committed(store) == [snap(6), snap(5)]
+    listings = [path for _, path in proxy.requests[before:] if is_listing(path)]
+    assert (len(listings), proxy.refused - refused) == (4, 3), "one, and its tries"
+
+
 @pytest.mark.parametrize("call", ["write", "put", "read", "list", "delete"])
 def test_a_service_that_stays_overloaded_ends_in_one_line(
     call: str, store: CheckpointStore, proxy: Proxy
@@ -218,6 +237,16 @@ def test_no_error_gives_a_secret_away(store: CheckpointStore, proxy: Proxy) -> N
         assert not any(secret in words for secret in (ACCESS_KEY, SECRET_KEY, SESSION_TOKEN))
         assert store.url in str(caught.value) and "\n" not in str(caught.value)
     assert proxy.refused >= len(calls)
+
+
+def test_weights_of_others_are_imported(store: CheckpointStore, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3_000_000)}, tmp_path / "w.safetensors")  # more than one part
+    assert main(["ckpt", "import", str(tmp_path / "w.safetensors"), store.url]) == 0
+    assert verify(store, snap(0, generation=0)) == []
+    assert main(["ckpt", "import", str(tmp_path / "w.safetensors"), store.url]) == 78
+    os.truncate(tmp_path / "w.safetensors", 9_000_000)
+    assert main(["ckpt", "import", str(tmp_path / "w.safetensors"), store.url, "--step", "1"]) == 1
+    assert store.directories() == ["step-000000000-gen-0000"]
 
 
 def test_what_is_missing_is_said(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:

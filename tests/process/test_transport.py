@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import random
 import socket
+import struct
 import time
+from collections.abc import Callable
 
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
 from cluster.harness import free_tcp_port
+from stepfast.core.messages import MESSAGE_BYTES_MAX, FromCoordinator, Heartbeat, ProbeRanks
+from stepfast.core.terms import Generation, NodeId
 from stepfast.errors import OperatingError
 from stepfast.runtime.transport import CoordinatorLink
+from stepfast.runtime.wire import COORDINATOR_TO_AGENT
 
 LATE_S = 0.5
 ONE_TRY_S = 5.0  # a silent port is given up after so long
 SLACK_S = 10.0
+SO_ATTACH_FILTER = 26  # Linux; Python has no name for it
 
 
-def link_to(host: str, port: int, connected: asyncio.Event) -> CoordinatorLink:
+def link_to(
+    host: str,
+    port: int,
+    connected: asyncio.Event,
+    *,
+    on_message: Callable[[FromCoordinator], None] = lambda message: None,
+    on_lost: Callable[[], None] = lambda: None,
+    unheard_limit_s: float = 10.0,
+) -> CoordinatorLink:
     return CoordinatorLink(
         (host, port),
         token=None,
         on_connected=connected.set,
-        on_message=lambda message: None,
-        on_lost=lambda: None,
+        on_message=on_message,
+        on_lost=on_lost,
+        unheard_limit_s=unheard_limit_s,
     )
 
 
@@ -74,3 +91,91 @@ def test_connecting_retries_refused_and_silent_ports_within_a_bound():
         silent.listen(1)  # takes connections, and never answers
         _, took_s = failure("127.0.0.1", silent.getsockname()[1], 0.2)
     assert took_s < ONE_TRY_S + SLACK_S
+
+
+PROBE = COORDINATOR_TO_AGENT.encode(ProbeRanks(probe=1, generation=Generation(1)))
+
+
+def test_what_is_not_of_the_protocol_ends_the_connection_and_not_the_agent():
+    """Whatever answers at the coordinator's address; the real one is heard when it is back."""
+    chance = random.Random(1)
+    garbage = [chance.randbytes(40), b"", PROBE[:-1], PROBE + b"x", bytes(MESSAGE_BYTES_MAX + 1)]
+
+    async def talk() -> None:
+        heard: asyncio.Queue[FromCoordinator] = asyncio.Queue()
+        lost: list[None] = []
+
+        async def answer(connection: ServerConnection) -> None:
+            if garbage:
+                await connection.send(garbage.pop())
+            else:
+                await connection.send(PROBE)
+            await connection.wait_closed()
+
+        async with serve(answer, "127.0.0.1", 0, close_timeout=0.2) as server:
+            port = server.sockets[0].getsockname()[1]
+            link = link_to(
+                "127.0.0.1",
+                port,
+                asyncio.Event(),
+                on_message=heard.put_nowait,
+                on_lost=lambda: lost.append(None),
+            )
+            keeping = asyncio.create_task(link.keep(SLACK_S))
+            async with asyncio.timeout(SLACK_S):
+                assert isinstance(await heard.get(), ProbeRanks)
+            assert len(lost) == 5, "each of them ended a connection"
+            keeping.cancel()
+            await asyncio.wait({keeping})
+
+    asyncio.run(talk())
+
+
+def test_a_coordinator_that_never_makes_sense_is_given_up():
+    async def talk() -> None:
+        async def answer(connection: ServerConnection) -> None:
+            await connection.send(b"nonsense")
+            await connection.wait_closed()
+
+        async with serve(answer, "127.0.0.1", 0, close_timeout=0.2) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(OperatingError, match=f"127.0.0.1:{port}"):
+                await link_to("127.0.0.1", port, asyncio.Event()).keep(0.3)
+
+    asyncio.run(talk())
+
+
+def drop_what_arrives(sock: socket.socket) -> None:
+    """From now on nothing reaches this socket, and nobody is told: its machine lost its power."""
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF: return 0
+    filtering = struct.pack("HL", 1, ctypes.addressof(program))
+    sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filtering)
+
+
+def test_a_coordinator_whose_machine_is_gone_is_missed_and_looked_for_again():
+    async def talk() -> None:
+        calls: asyncio.Queue[ServerConnection] = asyncio.Queue()
+        lost = asyncio.Event()
+
+        async def answer(connection: ServerConnection) -> None:
+            calls.put_nowait(connection)
+            await connection.wait_closed()
+
+        async with serve(answer, "127.0.0.1", 0, close_timeout=0.2) as server:
+            port = server.sockets[0].getsockname()[1]
+            link = link_to(
+                "127.0.0.1", port, asyncio.Event(), on_lost=lost.set, unheard_limit_s=0.5
+            )
+            keeping = asyncio.create_task(link.keep(SLACK_S))
+            async with asyncio.timeout(SLACK_S):
+                first = await calls.get()
+                gone = first.transport.get_extra_info("socket")
+                drop_what_arrives(gone._sock)  # asyncio hides what may not be done to it
+                while not lost.is_set():
+                    link.send(Heartbeat(node=NodeId(0), steps={}))
+                    await asyncio.sleep(0.05)
+                await calls.get()
+            keeping.cancel()
+            await asyncio.wait({keeping})
+
+    asyncio.run(talk())

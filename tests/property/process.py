@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 from stepfast.core import rank as rank_machine
 from stepfast.core.faults import ErrorClass, ExceptionReport, Whereabouts
 from stepfast.core.messages import (
+    AboutPins,
     FirstStepDone,
     LoggedStep,
     PhaseBegan,
     ProbeAnswer,
-    RankCheckpointAt,
     RankFinish,
     RankLeave,
     RankLogged,
     RankProbe,
     RankResumed,
     RankSealed,
+    RankSkipped,
     RankStart,
-    RankUnpin,
     TensorDigest,
 )
 from stepfast.core.outputs import (
@@ -49,12 +49,13 @@ from stepfast.core.rank import (
 from stepfast.core.terms import Generation, Rank, SnapshotId, Step
 from stepfast.core.timeouts import FIRST_TURN, TURN
 from stepfast.runtime.driver import Driver
-from stepfast.train.pins import Pins
+from stepfast.train.pins import Claim, Pins
 
 if TYPE_CHECKING:
     from property.world import Agent, World
 
 SLOTS_PER_RANK = 2
+SLOTS_WITH_OVERLAP = 3
 
 
 def error_report(error_class: ErrorClass, frame: str = "train.py:7") -> ExceptionReport:
@@ -108,6 +109,8 @@ class Process:
         self.epoch = 0  # what the main thread had planned before is void
         self.state_of_step: tuple[int, ...] = ()
         self.pins = Pins()
+        self.staged: tuple[SnapshotId, Claim] | None = None  # copied beside the turn
+        self.was_void = False
         self.up: list[Any] = []
         self.down_at = 0.0
         state = ProcessState(pid=self.pid, interrupt_grace_s=0.03)
@@ -160,9 +163,9 @@ class Process:
     def _hear(self, message: Any) -> None:
         if self.is_numb:
             return
-        if isinstance(message, RankStart | RankCheckpointAt | RankUnpin):
+        if isinstance(message, RankStart | AboutPins):
             self.pins.hear(message)
-        if isinstance(message, RankCheckpointAt | RankUnpin):
+        if isinstance(message, AboutPins):
             return
         if not isinstance(message, RankProbe):
             self.feed(Ordered(message))
@@ -250,7 +253,7 @@ class Process:
                 self._form(order)
 
     def _form(self, order: RankStart) -> None:
-        self.order, self.turns = order, 0
+        self.order, self.turns, self.staged = order, 0, None
         self.step = order.step or Step(0)
         self.world.watcher.entered(self, order)
         groups = self.world.groups
@@ -331,12 +334,15 @@ class Process:
         self.where = Whereabouts.USER
         if self._leaves_at_safe_point():
             return
+        self._fence()
         self._free_a_slot()
         self.after(self.world.delay(0.0005, 0.004), self._turn_ended)
 
     def _free_a_slot(self) -> None:
         held = self.world.slots[self.rank]
-        slots = SLOTS_PER_RANK + (1 if self.order.settings.checkpoints.url else 0)
+        overlaps = self.world.shape.void_share > 0
+        slots = SLOTS_WITH_OVERLAP if overlaps else SLOTS_PER_RANK
+        slots += 1 if self.order.settings.checkpoints.url else 0
         while len(held) >= slots:
             free = set(held) - {max(held)} - self.pins.held()
             del held[min(free)]
@@ -344,7 +350,7 @@ class Process:
     def _turn_ended(self) -> None:
         self.step = Step(self.step + 1)
         self.state_of_step = (*self.state_of_step, self._generation)
-        self._seal(self.step)
+        self._take(self.step)
         if self.turns == 0:
             done = FirstStepDone(
                 generation=self._generation, rank=self.rank, step=self.step, seconds=0.02
@@ -356,13 +362,51 @@ class Process:
             self._send(RankLogged(generation=self._generation, logged=logged))
         self._turn()
 
+    def _take(self, step: Step) -> None:
+        """Whole at the boundary; with overlap it is sealed before the next optimizer's step."""
+        is_whole = self.was_void or step >= self.world.shape.steps
+        if self.world.shape.void_share == 0 or is_whole:
+            self.was_void = False
+            self._seal(step)
+        else:
+            snapshot = SnapshotId(self._generation, step)
+            self.staged = (snapshot, self._claim(snapshot))
+
+    def _fence(self) -> None:
+        """What is staged is whole: sealed, unless a tensor changed under the copy."""
+        if self.staged is None:
+            return
+        if self.world.random.random() < self.world.shape.void_share:
+            self.staged, self.was_void = None, True
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.staged is not None:
+            snapshot, claim = self.staged
+            self.staged = None
+            self._put(snapshot, claim)
+
     def _seal(self, step: Step) -> None:
         snapshot = SnapshotId(self._generation, step)
-        is_due = self.pins.is_due(step) and self.pins.try_pin(snapshot)
+        self._put(snapshot, self._claim(snapshot))
+
+    def _claim(self, snapshot: SnapshotId) -> Claim:
+        for late in self.pins.passed(snapshot.step):
+            missed = SnapshotId(self._generation, late)
+            self._send(RankSkipped(snapshot=missed, reason="late", is_late=True))
+        if (void := self.pins.drop_unsealed()) is not None:
+            self._send(RankSkipped(snapshot=void, reason="void"))
+        claim = self.pins.claim(snapshot)
+        if claim is Claim.BUSY and snapshot.step < self.world.shape.steps:
+            self._send(RankSkipped(snapshot=snapshot, reason="busy"))
+        return claim
+
+    def _put(self, snapshot: SnapshotId, claim: Claim) -> None:
         self.world.slots[self.rank][snapshot] = self.state_of_step
-        if is_due:
+        if claim is Claim.PINNED and self.pins.seal(snapshot):
             self._send(RankSealed(snapshot=snapshot))
-        self.world.watcher.sealed(self.rank, step)
+        self.world.watcher.sealed(self.rank, snapshot.step)
 
     def _return(self) -> None:
         digest = TensorDigest(f"weight-{self.rank}", (0,), "same")
@@ -400,6 +444,7 @@ class Process:
         self._dissolve()
 
     def _dissolve(self) -> None:
+        self._settle()
         if self.group is not None:
             self.group.break_up()
             self.group = None

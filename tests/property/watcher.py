@@ -30,6 +30,7 @@ class Watcher:
         self.events: list[Any] = []
         self.strikes_after: list[tuple[type, float, Callable[[], None]]] = []
         self.ends: list[JobEnded] = []
+        self.ended_at = 0.0
         self.recovered: list[Recovered] = []
         self.generation = Generation(0)
         self.told_generation = Generation(0)
@@ -40,7 +41,13 @@ class Watcher:
         self.ordered: dict[Rank, int] = {}
         self.logged: list[int] = []
         self.memory_is_lost = False  # of a whole machine, once
+        self.may_lack_a_step = world.shape.void_share > 0  # memory need not hold a common one
         self.slots_taken = 0
+
+    @property
+    def is_excused(self) -> bool:
+        """Whether more than a step may be lost."""
+        return self.memory_is_lost or self.may_lack_a_step
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -55,7 +62,7 @@ class Watcher:
                 assert self.open_incident, "recovered from nothing"
                 self.open_incident = False
                 self.recovered.append(event)
-                assert event.steps_lost <= 1 or self.memory_is_lost, event
+                assert event.steps_lost <= 1 or self.is_excused, event
                 assert event.survivors_kept_pid, event
             case GenerationOpened():
                 self._opened(event)
@@ -64,6 +71,7 @@ class Watcher:
                 assert self.logged.count(step) == 1, f"step {step} was delivered twice"
             case JobEnded():
                 self.ends.append(event)
+                self.ended_at = self.world.now
 
     def _strike_after(self, kind: type) -> None:
         """The first accident that waits for such an event comes soon after it."""
@@ -81,7 +89,7 @@ class Watcher:
     def _opened(self, event: GenerationOpened) -> None:
         assert event.generation == self.generation + 1, "generations grow by one"
         if event.source == "checkpoint":
-            assert self.memory_is_lost, "memory was there, and storage was read"
+            assert self.is_excused, "memory was there, and storage was read"
         self.generation = Generation(event.generation)
         self.lineage = self.lineage.opened(self.generation, Step(event.step or 0))
         inside = [p.rank for p in self.world.living() if p.place in _IN_A_GENERATION]
@@ -89,7 +97,7 @@ class Watcher:
         dead = self.reported_dead & {(Rank(r), i) for r, i in event.incarnations.items()}
         assert not dead, f"generation {event.generation} opens with the dead {dead}"
         lost = min(self.reached.values(), default=Step(0)) - (event.step or 0)
-        assert lost <= 1 or self.memory_is_lost, (
+        assert lost <= 1 or self.is_excused, (
             f"generation {event.generation} resumes {lost} steps back"
         )
 

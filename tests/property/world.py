@@ -43,6 +43,7 @@ from stepfast.core.node_state import (
     StoreReady,
 )
 from stepfast.core.outputs import (
+    CancelWrite,
     CommitShards,
     EndProcess,
     ForkRank,
@@ -78,7 +79,9 @@ class Shape:
     nodes: int = 2
     nproc_per_node: int = 2
     steps: int = 10
-    checkpoint_every: int | None = None  # None: no store; 0: the last step alone
+    checkpoint_every: int | None = None  # None: no store; 0: by time
+    void_share: float = 0.0  # of the snapshots of each rank; above 0 they are taken with overlap
+    write_s: tuple[float, ...] = ()  # what each rank's writes take; empty: different each time
 
 
 def settings_of(shape: Shape) -> JobSettings:
@@ -163,7 +166,7 @@ class Agent:
     def _tick(self) -> None:
         if self.is_alive:
             if not self.is_frozen:
-                self.feed(NodeTick())
+                self.feed(NodeTick(frozenset(), self.world.store.signs(self)))
             self.world.tick_later(self._tick)
 
     # --- the connection ------------------------------------------------------------------------
@@ -219,7 +222,7 @@ class Agent:
                     )
             case OpenStore():
                 world.at(world.delay(0.001, 0.05), self._open_store)
-            case ListCheckpoints() | WriteSlot() | CommitShards():
+            case ListCheckpoints() | WriteSlot() | CancelWrite() | CommitShards():
                 world.store.perform(self, output)
             case EndProcess():
                 self.cut_for_good()

@@ -7,15 +7,23 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepfast.checkpoint import catalog, directory, writer
 from stepfast.checkpoint import commit as commits
 from stepfast.checkpoint.arena import Arena
-from stepfast.checkpoint.commit import commit
+from stepfast.checkpoint.commit import commit, read_layout
 from stepfast.checkpoint.directory import DirectoryStore
-from stepfast.checkpoint.layout import Layout, TensorSpec
-from stepfast.checkpoint.manifest import Manifest, ShardFile
+from stepfast.checkpoint.layout import Layout, TensorSpec, private_rank
+from stepfast.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    ShardFile,
+    TensorInfo,
+    encode_manifest,
+)
+from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.checkpoint.writer import write_slot
 from stepfast.core.terms import Generation, SnapshotId, Step
@@ -75,6 +83,25 @@ class Slots:
         return manifest
 
 
+def save_tensors(
+    base: Path, specs_of_ranks: list[list[TensorSpec]], contents: list[dict[str, bytes]]
+) -> tuple[DirectoryStore, Manifest]:
+    """A checkpoint of these tensors, in a store of its own below `base`."""
+    store, files, world_size = DirectoryStore(base / "store"), [], len(specs_of_ranks)
+    for rank, specs in enumerate(specs_of_ranks):
+        arena = Arena(base / f"rank-{rank}")
+        arena.claim(Layout.build(specs, 10, rank=rank))
+        slot = arena.free_slot()
+        assert slot is not None
+        for entry in slot.layout.entries:
+            slot.view(entry)[:] = contents[rank][entry.name]
+        slot.write_plain(b"plain")
+        slot.seal(snap(5))
+        files.append(write_slot(store, slot.path, snap(5), rank=rank, world_size=world_size))
+        arena.close()
+    return store, commit(store, manifest_of(snap(5), tuple(files)))
+
+
 def manifest_of(snapshot: SnapshotId, files: tuple[ShardFile, ...], job: str = "job") -> Manifest:
     return Manifest(
         job_id=job,
@@ -105,3 +132,16 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(directory, "_WRITEBACK_BYTES", 4096)
         patch.setattr(directory, "DIRECT_BYTES_MIN", 4096)
         yield
+
+
+def commit_unchecked(store: CheckpointStore, manifest: Manifest) -> Manifest:
+    """A checkpoint that `commit` would refuse, as a program that does not look would leave it."""
+    tensors: dict[str, TensorInfo] = {}
+    for file in manifest.files:
+        layout, _ = read_layout(store, f"{manifest.name}/{file.name}")
+        for entry in layout.entries:
+            if private_rank(entry.name) is None:
+                tensors.setdefault(entry.name, TensorInfo(entry.dtype, true_shape(entry)))
+    made = msgspec.structs.replace(manifest, tensors=tensors)
+    assert store.put_if_absent(f"{made.name}/{MANIFEST_FILE}", encode_manifest(made))
+    return made

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from stepfast.agent.memory import layout_words, settle_layout
+from stepfast.checkpoint import owner
 from stepfast.checkpoint.arena import Arena
 from stepfast.checkpoint.directory import DirectoryStore
+from stepfast.checkpoint.owner import StoreOwner
 from stepfast.cli.check import Outlook, look_ahead, obstacles, table
-from stepfast.cli.tables import size_text, span
+from stepfast.cli.tables import span
 from stepfast.config import JobConfig
 from stepfast.coordinator.journal import History, Journal, is_held, read_job_id
 from stepfast.core.durable import CheckpointSettings
 from stepfast.core.job_state import JobState
 from stepfast.core.messages import RankChecked, TrackedObject
 from stepfast.core.recovery import Lineage
-from stepfast.core.terms import Generation, Rank, Step
+from stepfast.core.terms import Generation, JobId, Rank, Step
+from stepfast.observe.sizes import size_text
 from stepfast.runtime.clock import SystemClock
 from unit.core.rigs import JobRig
 from unit.stored_checkpoints import Slots, snap
@@ -44,12 +49,23 @@ class Place:
 
     def seal(self, rank: int, *steps: int, name: str = "model.weight") -> str:
         """Slots of these steps; the digest of their layout."""
-        job = f"stepfast-{os.getuid()}-{read_job_id(self.job_dir)}"
-        arena = Arena(self.memory / job / "node-0" / f"rank-{rank}", 3)
+        self.slot_root.parent.mkdir(exist_ok=True)
+        settle_layout(self.slot_root, layout_words(2, 2))
+        arena = Arena(self.slot_root / f"rank-{rank}", 3)
         for step in steps:
             take(arena, layout_of(name), step)
         arena.close()
         return layout_of(name).digest
+
+    @property
+    def slot_root(self) -> Path:
+        return self.memory / f"stepfast-{os.getuid()}-{read_job_id(self.job_dir)}" / "node-0"
+
+    def save(self, base: Path, *steps: int) -> DirectoryStore:
+        """Checkpoints of another job, which is called `job`."""
+        store = DirectoryStore(self.store)
+        Slots(base / "slots").save(store, *(snap(step) for step in steps))
+        return store
 
     def look(self, history: History = HISTORY) -> Outlook:
         settings = CheckpointSettings(url=str(self.store), interval_s=600.0)
@@ -104,10 +120,71 @@ def test_slots_that_all_ranks_hold_are_where_it_goes_on(place: Place):
 def test_a_newer_checkpoint_wins(place: Place, tmp_path: Path):
     place.seal(0, 4)
     place.seal(1, 4)
-    Slots(tmp_path / "slots").save(DirectoryStore(place.store), snap(3), snap(7))
+    place.save(tmp_path, 3, 7)
     outlook = place.look()
-    assert outlook.resume == "step 7, from the checkpoint step-000000007-gen-0001"
+    assert outlook.resume == "step 7, from the checkpoint step-000000007-gen-0001 of job job"
     assert outlook.checkpoints_there == 2
+    place.config = replace(place.config, job_id="job")
+    place.job_dir = place.job_dir / "lost"
+    assert place.look(History()).resume == "step 7, from the checkpoint step-000000007-gen-0001"
+
+
+def tree(base: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in base.rglob("*") if p.is_file()}
+
+
+def test_memory_of_another_layout_would_be_set_aside(place: Place, tmp_path: Path):
+    """A step that no rank of this layout can read counts for nothing, and is in the way alone."""
+    for rank in range(2):
+        place.seal(rank, 9)
+    place.config = replace(place.config, nproc_per_node=1)
+    before = tree(tmp_path)
+    outlook = place.look()
+    (obstacle,) = outlook.obstacles
+    assert "the store has no checkpoint to reshard from" in obstacle
+    assert outlook.resume == "nowhere"
+    assert any("step 9 of another layout (2 ranks, 2 per node)" in note for note in outlook.notes)
+    assert tree(tmp_path) == before
+    place.save(tmp_path, 7)
+    outlook = place.look()
+    assert outlook.obstacles == () and outlook.resume.startswith("step 7, from the checkpoint")
+    # Set aside by a run that never got to its first step: there for its own layout again.
+    settle_layout(place.slot_root, layout_words(1, 1))
+    assert place.look().resume.startswith("step 7, ")
+    place.config = replace(place.config, nproc_per_node=2)
+    assert place.look().resume.startswith("step 9, from the slots in ")
+
+
+def test_a_store_of_which_nothing_can_be_read_is_refused(place: Place, tmp_path: Path):
+    store = place.save(tmp_path, 7)
+    (manifest,) = store.root.glob("*/manifest.json")
+    manifest.write_bytes(b"{}")
+    (obstacle,) = place.look(History()).obstacles
+    assert "none of 1 checkpoints can be read" in obstacle and str(manifest) in obstacle
+    for rank in range(2):
+        place.seal(rank, 3)
+    outlook = place.look()
+    assert outlook.obstacles == () and outlook.resume.startswith("step 3, from the slots")
+    assert any("passed over" in note and str(manifest) in note for note in outlook.notes)
+
+
+def test_a_store_in_which_another_job_lives_is_refused(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    other = StoreOwner(place.save(tmp_path, 7), JobId("job"))
+    other.take(Generation(1))
+    monkeypatch.setattr(owner, "_POLL_S", 0.01)
+    monkeypatch.setattr(owner, "LIMIT_S", 0.05)
+    before = tree(place.store)
+    assert place.look().obstacles == (), "it gives no sign of life: a run would take the store"
+    assert tree(place.store) == before
+    monkeypatch.setattr(owner, "LIMIT_S", 20.0)
+    signs = threading.Timer(0.05, other.show_life)
+    signs.start()
+    outlook = place.look(History())
+    signs.join()
+    assert len(outlook.obstacles) == 1 and "is job job's, which writes" in outlook.obstacles[0]
+    assert outlook.resume == "nowhere"
 
 
 def test_a_job_whose_state_is_gone_would_not_start_over(place: Place):

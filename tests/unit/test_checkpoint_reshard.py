@@ -36,6 +36,7 @@ from stepfast.checkpoint.writer import write_slot
 from stepfast.errors import ScriptError, StateError
 from stepfast.train.data import TrackedLoader
 from stepfast.train.whereabouts import Whereabout
+from unit.stored_checkpoints import commit_unchecked
 
 Objects = dict[str, Any]
 PLAIN = Layout("plain")
@@ -355,10 +356,10 @@ def test_flattened_slices_become_whole_or_sharded(tmp_path: Path, wanted: Layout
             assert digests(loaded, rank) == digests(native, rank)
 
 
-def test_a_part_that_no_file_has_is_a_misfit(tmp_path: Path) -> None:
+def test_a_part_that_no_file_has_makes_the_checkpoint_a_damaged_one(tmp_path: Path) -> None:
     store, files = DirectoryStore(tmp_path / "store"), []
     for rank in range(2):
-        objects: Objects = {"weight": torch.ones(4)}
+        objects: Objects = {"weight": torch.ones(4), "own": torch.ones(3)}
         state = StateTree(objects, rank=rank).collect()
         specs = [
             TensorSpec(e.name, e.dtype, (2,), (4,), (0,)) if e.name == "weight" else e.spec
@@ -371,9 +372,27 @@ def test_a_part_that_no_file_has_is_a_misfit(tmp_path: Path) -> None:
         slot.write_plain(state.plain)
         slot.seal(SNAPSHOT)
         files.append(write_slot(store, slot.path, SNAPSHOT, rank=rank, world_size=2))
-    commit(store, manifest_of(files))
-    with pytest.raises(StateError, match=r"a part of weight F32 \[4\]"):
-        load(store, {"weight": torch.zeros(4)})
+    words = r"not whole: weight: no rank has \[2:4\] of F32 \[4\]"
+    with pytest.raises(StateError, match=words):
+        commit(store, manifest_of(files))
+    commit_unchecked(store, manifest_of(files))
+    live = {"weight": torch.zeros(4), "own": torch.zeros(3)}
+    with pytest.raises(CheckpointDamaged, match=words):
+        load(store, live)
+    assert not live["own"].any(), "nothing live was touched"
+
+
+def test_a_rank_that_could_take_its_own_file_sees_that_others_do_not_fit(tmp_path: Path) -> None:
+    """One rank looks for all of them; here it is rank 0."""
+    store, files = DirectoryStore(tmp_path / "store"), []
+    for rank, width in ((0, 6), (1, 9)):
+        with on_rank(rank, 2):
+            tree = StateTree(build(Layout("fsdp", (2,)), Recipe(width=width)), rank=rank)
+            taken = Capture(Arena(tmp_path / f"rank-{rank}"), tree).take(SNAPSHOT)
+            files.append(write_slot(store, taken.slot_path, SNAPSHOT, rank=rank, world_size=2))
+    commit_unchecked(store, manifest_of(files))
+    with on_rank(0, 2), pytest.raises(CheckpointDamaged, match=r"not whole: model\.down\.weight: "):
+        load(store, build(Layout("fsdp", (2,)), Recipe()), rank=0, world_size=2)
 
 
 @pytest.mark.parametrize("consumed", [0, 3])

@@ -14,8 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepfast.agent.memory import settle_layout
 from stepfast.checkpoint import layout as layouts
-from stepfast.checkpoint.arena import Arena, Slot, invalidate, needed_bytes, sealed_slots
+from stepfast.checkpoint.arena import (
+    Arena,
+    Slot,
+    invalidate,
+    needed_bytes,
+    sealed_slots,
+    slot_of,
+)
 from stepfast.checkpoint.layout import Layout, TensorSpec, parse_header
 from stepfast.checkpoint.restore import open_sealed
 from stepfast.core.terms import Generation, SnapshotId, Step
@@ -103,6 +111,18 @@ def test_a_directory_that_cannot_be_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "slot-0.safetensors").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OperatingError, match=r"slot-0\.safetensors: Too many"):
         Arena(tmp_path).claim(layout_of("a"))
+
+
+def test_a_directory_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    """In a place where everybody may write, somebody else may have made the name before."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "rank-0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OperatingError, match=r"rank-0 is a link"):
+        Arena(tmp_path / "rank-0")
+    (tmp_path / "node-0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OperatingError, match=r"node-0 is a link"):
+        settle_layout(tmp_path / "node-0", "a layout")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_sealing_changes_the_seal_and_no_other_byte(directory: Path) -> None:
@@ -339,3 +359,39 @@ def _dying(
         return result
 
     return call
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_slots_that_another_process_removes_are_laid_anew(directory: Path, whole: bool) -> None:
+    """All with their directory, as systemd's RemoveIPC does, or one file, as a cleaner does."""
+    arena, layout = Arena(directory / "node" / "rank"), layout_of("weight")
+    for step in (1, 2):
+        take(arena, layout, step)
+    assert arena.drop_removed() == []
+    if whole:
+        shutil.rmtree(directory)
+    else:
+        (directory / "node" / "rank" / "slot-1.safetensors").unlink()
+    assert len(arena.drop_removed()) == (2 if whole else 1)
+    take(arena, layout, 3)
+    assert max(s.snapshot.step for s in sealed_slots(arena.directory)) == 3
+    for made in (directory, directory / "node", arena.directory) if whole else ():
+        assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_slot_that_another_file_took_the_name_of_is_removed(directory: Path) -> None:
+    arena = Arena(directory)
+    slot = take(arena, layout_of("weight"), 1)
+    copy = slot.path.with_name("copy")
+    copy.write_bytes(slot.path.read_bytes())
+    copy.replace(slot.path)
+    assert arena.drop_removed() == [slot.path]
+
+
+def test_who_looks_for_a_slot_of_a_removed_directory_hears_why(directory: Path) -> None:
+    directory.mkdir()
+    with pytest.raises(StateError, match=r"no slot holds step 5 any more$"):
+        slot_of(directory, snap(5))
+    directory.rmdir()
+    with pytest.raises(StateError, match="was removed while the job ran"):
+        slot_of(directory, snap(5))

@@ -294,6 +294,25 @@ def test_a_manifest_of_a_newer_format_says_so(slots: Slots) -> None:
         decode_manifest(encode_manifest(newer))
 
 
+def test_a_link_leads_nothing_out_of_the_store(slots: Slots, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "theirs").write_bytes(b"theirs")
+    store = DirectoryStore(tmp_path / "store")
+    slots.save(store, snap(5))
+    (store.root / checkpoint_name(6, 1)).symlink_to(elsewhere)
+    with pytest.raises(OperatingError, match="a link, or no directory"):
+        slots.write(store, snap(6))
+    shard = store.root / checkpoint_name(5, 1) / shard_name(0, 2)
+    shard.unlink()
+    shard.symlink_to(elsewhere / "theirs")
+    assert [f.name.endswith(shard.name) for f in verify(store, snap(5))] == [True]
+    slots.save(store, snap(7), snap(8))
+    assert prune(store, Retention(keep_last=1)) == [snap(5), snap(7)]
+    assert [path.name for path in elsewhere.iterdir()] == ["theirs"]
+    assert (elsewhere / "theirs").read_bytes() == b"theirs"
+
+
 def test_a_manifest_names_files_of_its_own_directory_alone(slots: Slots) -> None:
     manifest = slots.save(in_memory()[0], snap(5))
     for name in ("../x", "a/b", ".hidden", "manifest.json", manifest.files[1].name):
@@ -523,7 +542,7 @@ def test_hundreds_of_random_corruptions_are_all_found_and_named(slots: Slots) ->
         assert verify(damaged_store, snap(10), threads=1) == []
         is_there = not any(finding.damage == Damage.MANIFEST for finding in findings)
         assert committed(damaged_store) == ([snap(20)] if is_there else []) + [snap(10)]
-    assert {damage for _, damage in seen} == set(Damage) - {Damage.UNREADABLE}
+    assert {damage for _, damage in seen} == set(Damage) - {Damage.UNREADABLE, Damage.INCOMPLETE}
     assert len({kind for kind, _ in seen}) == 7
 
 
@@ -625,6 +644,25 @@ def test_pruning_removes_checkpoints_and_touches_nothing_else(slots: Slots) -> N
     assert visible[0].endswith("manifest.json"), "what is half removed does not exist"
 
 
+def test_what_cannot_be_removed_is_in_no_others_way(slots: Slots, tmp_path: Path) -> None:
+    class Stuck(SystemDisk):
+        is_stuck = True
+
+        def unlink(self, path: str) -> None:
+            if self.is_stuck and checkpoint_name(10, 1) in path and TEMPORARY_PREFIX not in path:
+                raise PermissionError(errno.EACCES, "Permission denied")
+            super().unlink(path)
+
+    disk = Stuck()
+    store = DirectoryStore(tmp_path, disk)
+    slots.save(store, snap(10), snap(20), snap(30), snap(40))
+    with pytest.raises(OperatingError, match=checkpoint_name(10, 1)):
+        prune(store, Retention())
+    assert committed(store) == [snap(40), snap(30), snap(10)], "it alone is left for later"
+    disk.is_stuck = False
+    assert prune(store, Retention()) == [snap(10)]
+
+
 def test_only_what_nobody_will_commit_is_swept(slots: Slots) -> None:
     store = in_memory()[0]
     slots.save(store, snap(20))
@@ -636,3 +674,10 @@ def test_only_what_nobody_will_commit_is_swept(slots: Slots) -> None:
     assert sweep_unfinished(store, generation=Generation(2)) == [snap(19), snap(30)]
     assert list(survey(store).unfinished) == [snap(15, 2), snap(40, 2)]
     assert committed(store) == [snap(20)] and verify(store, snap(20)) == []
+
+
+def test_where_no_directory_can_be_made_one_line_says_so() -> None:
+    """Below /proc the kernel says that something is missing, though what is above is there."""
+    store = DirectoryStore(Path("/proc/nothing/here"))
+    with pytest.raises(OperatingError, match=r"^/proc/nothing/here/a: No such file or directory$"):
+        store.put_if_absent("a", b"1")

@@ -115,6 +115,28 @@ def test_survivor_and_fresh_process_go_on_bitwise(tmp_path: Path, kind: str, tak
     assert identities == {name: id(value) for name, value in survivor["model"].named_parameters()}
 
 
+def test_a_slot_says_the_digests_of_the_state_that_it_holds(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    bench = Bench(tmp_path, make())
+    train(bench.objects, 2)
+    bench.take(2)
+    wanted = bench.tree.local_digests()
+    assert bench.capture.digests(snap(2).step) == wanted
+    train(bench.objects, 1)
+    assert bench.tree.local_digests() != wanted
+    assert bench.capture.digests(snap(2).step) == wanted, "whatever was done since"
+
+
+def test_that_a_loop_was_left_is_kept_with_the_state(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, make())
+    before = bench.take(1)
+    bench.tree.loop_left = True
+    left = bench.take(2)
+    for taken, expected in ((left, True), (before, False), (left, True)):
+        bench.tree.restore_from(open_sealed(taken.slot_path, taken.snapshot))
+        assert bench.tree.loop_left is expected
+
+
 def test_optimizer_state_that_the_snapshot_has_not_is_removed(tmp_path: Path) -> None:
     bench = Bench(tmp_path, make())
     taken = bench.take(0)

@@ -13,19 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepfast.checkpoint.arena import Arena
 from stepfast.checkpoint.catalog import committed
-from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.directory import DirectoryStore
 from stepfast.checkpoint.export import INDEX_FILE, export_safetensors
-from stepfast.checkpoint.layout import Layout, TensorSpec
+from stepfast.checkpoint.layout import TensorSpec
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.manifest import Manifest
 from stepfast.checkpoint.whole import WholeCheckpoint, compare
-from stepfast.checkpoint.writer import write_slot
 from stepfast.cli.main import main
 from stepfast.errors import StateError
-from unit.stored_checkpoints import Slots, manifest_of, snap
+from unit.stored_checkpoints import Slots, save_tensors, snap
 
 Run = Callable[..., tuple[int, str]]
 ROWS, COLUMNS = 6, 4
@@ -50,25 +47,6 @@ def job(tmp_path: Path) -> Path:
     return tmp_path / "job"
 
 
-def save(
-    base: Path, specs_of_ranks: list[list[TensorSpec]], contents: list[dict[str, bytes]]
-) -> tuple[DirectoryStore, Manifest]:
-    """A checkpoint of these tensors, in a store of its own below `base`."""
-    store, files, world_size = DirectoryStore(base / "store"), [], len(specs_of_ranks)
-    for rank, specs in enumerate(specs_of_ranks):
-        arena = Arena(base / f"rank-{rank}")
-        arena.claim(Layout.build(specs, 10, rank=rank))
-        slot = arena.free_slot()
-        assert slot is not None
-        for entry in slot.layout.entries:
-            slot.view(entry)[:] = contents[rank][entry.name]
-        slot.write_plain(b"plain")
-        slot.seal(snap(5))
-        files.append(write_slot(store, slot.path, snap(5), rank=rank, world_size=world_size))
-        arena.close()
-    return store, commit(store, manifest_of(snap(5), tuple(files)))
-
-
 def box(rows: range, columns: range) -> tuple[TensorSpec, bytes]:
     """A part of the matrix `w`, by a slow and obvious way."""
     shape, offsets = (len(rows), len(columns)), (rows.start, columns.start)
@@ -80,7 +58,7 @@ def box(rows: range, columns: range) -> tuple[TensorSpec, bytes]:
 def save_boxes(base: Path, *boxes: tuple[range, range]) -> WholeCheckpoint:
     parts = [box(*one) for one in boxes]
     return whole_of(
-        *save(base, [[spec] for spec, _ in parts], [{"w": content} for _, content in parts])
+        *save_tensors(base, [[spec] for spec, _ in parts], [{"w": content} for _, content in parts])
     )
 
 
@@ -110,9 +88,8 @@ def test_a_tensor_is_put_together_from_any_parts(
 
 
 def test_a_tensor_with_a_part_missing_is_refused(tmp_path: Path) -> None:
-    stored = save_boxes(tmp_path, (range(2), range(COLUMNS)), (range(3, 6), range(COLUMNS)))
-    with pytest.raises(StateError, match="the parts of w have 20 elements, the tensor has 24"):
-        stored.whole("w")
+    with pytest.raises(StateError, match=r"not whole: w: no rank has \[2:3, 0:4\] of F32 \[6, 4\]"):
+        save_boxes(tmp_path, (range(2), range(COLUMNS)), (range(3, 6), range(COLUMNS)))
 
 
 def test_slices_of_a_flattened_tensor_are_put_together(tmp_path: Path) -> None:
@@ -123,7 +100,7 @@ def test_slices_of_a_flattened_tensor_are_put_together(tmp_path: Path) -> None:
         spec = TensorSpec("w", "F32", (end - first,), (24,), (first,), original_shape=shape)
         specs.append([spec])
         contents.append({"w": WHOLE[first * 4 : end * 4]})
-    flat = whole_of(*save(tmp_path / "flat", specs, contents))
+    flat = whole_of(*save_tensors(tmp_path / "flat", specs, contents))
     assert flat.whole("w") == WHOLE and flat.info("w").shape == (ROWS, COLUMNS)
     assert compare(flat, save_boxes(tmp_path / "one", (range(ROWS), range(COLUMNS)))) == []
 
@@ -143,12 +120,12 @@ def test_what_differs_is_named(tmp_path: Path, run: Run) -> None:
     def spec(name: str, dtype: str = "U8") -> TensorSpec:
         return TensorSpec(name, dtype, (2,), (2,), (0,))
 
-    save(
+    save_tensors(
         tmp_path / "a",
         [[spec("same"), spec("bytes"), spec("gone"), spec("type")]],
         [{"same": b"ab", "bytes": b"ab", "gone": b"ab", "type": b"ab"}],
     )
-    save(
+    save_tensors(
         tmp_path / "b",
         [[spec("same"), spec("bytes"), spec("new"), spec("type", "I8")]],
         [{"same": b"ab", "bytes": b"aB", "new": b"ab", "type": b"ab"}],
@@ -174,6 +151,9 @@ def test_listing_tells_all_there_is(job: Path, run: Run) -> None:
     assert [line.split()[0] for line in lines[:3]] == ["STEP", "30", "20"]
     assert lines[3].startswith("damaged: step-000000010-gen-0001/manifest.json: ")
     assert lines[4] == "not committed: step-000000040-gen-0001"
+    status, said = run("ls", job / "checkpoints" / "step-000000020-gen-0001")
+    assert [line.split()[0] for line in said.splitlines()] == ["STEP", "20"], "not its siblings"
+    assert run("ls", spoiled.parent)[1].count("\n") == 2
     status, said = run("ls", job / "checkpoints", "--json")
     listed = json.loads(said)
     assert [one["step"] for one in listed["checkpoints"]] == [30, 20]
@@ -213,18 +193,25 @@ def test_verifying_says_what_is_damaged(job: Path, run: Run) -> None:
 def test_pruning_keeps_what_it_is_told_to(job: Path, run: Run) -> None:
     store = DirectoryStore(job / "checkpoints")
     status, said = run("prune", job, "--keep-last", 1, "--keep-every", 20, "--dry-run")
-    assert (status, said) == (0, "would remove step-000000010-gen-0001\n")
+    assert (status, said) == (
+        0,
+        (
+            "kept by the rule: the newest 1 and each at a multiple of 20 steps\n"
+            "would remove step-000000010-gen-0001\n"
+        ),
+    )
     assert len(committed(store)) == 3
     status, said = run("prune", job, "--keep-last", 1, "--json")
     assert json.loads(said)["removed"] == ["step-000000010-gen-0001", "step-000000020-gen-0001"]
     assert committed(store) == [snap(30)]
-    assert run("prune", job) == (0, "nothing to remove\n")
+    assert run("prune", job) == (0, "kept by the rule: the newest 2\nnothing to remove\n")
 
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
         (["ls", "{0}/none"], 78, "there is no directory {0}/none"),
+        (["ls", "{0}/file"], 78, "{0}/file is a file; give a store"),
         (["show", "{0}/job", "15"], 78, "there is no checkpoint '15' in"),
         (["prune", "{0}/job", "--keep-last", "0"], 78, "--keep-last must be at least 1"),
         (["prune", "{0}/job/checkpoints/step-000000010-gen-0001"], 78, "works on a whole store"),
@@ -236,6 +223,7 @@ def test_pruning_keeps_what_it_is_told_to(job: Path, run: Run) -> None:
 def test_what_cannot_work_is_one_line(
     job: Path, run: Run, words: list[str], status: int, said: str
 ) -> None:
+    (job.parent / "file").write_text("no store")
     given = run(*(word.format(job.parent) for word in words))
     assert given[0] == status
     assert said.format(job.parent) in given[1] and given[1].count("\n") == 1
@@ -261,7 +249,7 @@ def test_a_model_is_exported_whole(tmp_path: Path, run: Run) -> None:
         other = TensorSpec("optimizer.state.w", "U8", (1,), (1,), (0,))
         specs.append([mine, bias, other])
         contents.append({mine.name: content, bias.name: b"bias", other.name: bytes([rank])})
-    store, manifest = save(tmp_path, specs, contents)
+    store, manifest = save_tensors(tmp_path, specs, contents)
     target = tmp_path / "model"
     status, said = run("export", store.url, target, "--json")
     assert status == 0, said
@@ -272,7 +260,7 @@ def test_a_model_is_exported_whole(tmp_path: Path, run: Run) -> None:
     assert sorted(json.loads(said)["files"]) == sorted(path.name for path in target.iterdir())
     assert run("export", store.url, target)[0] == 78
     status, said = run("export", store.url, tmp_path / "other", "--object", "net")
-    assert status == 78 and "nothing was tracked as 'net'; the checkpoint has: model, opt" in said
+    assert status == 78 and "has no tensors of 'net'; it has those of model, opt" in said
     # In files no bigger than asked for.
     many = tmp_path / "many"
     checkpoint = whole_of(store, manifest)

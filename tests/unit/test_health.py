@@ -34,6 +34,7 @@ GIB = 1 << 30
         (limits.open_files(65536, 8), HEALTHY),
         (limits.open_files(limits.NO_LIMIT, 8), HEALTHY),
         (limits.open_files(256, 1), UNHEALTHY),
+        (limits.open_files(24, 1), UNHEALTHY),
         (limits.processes(30000, 8), HEALTHY),
         (limits.processes(200, 8), UNHEALTHY),
         (limits.locked_memory(8 << 20, has_gpu=False), HEALTHY),
@@ -315,3 +316,11 @@ def test_what_a_script_lacks_may_be_in_a_module_of_its_own(tmp_path: Path):
     assert [f.verdict for f in script.uses(tree, tmp_path)] == [UNHEALTHY] * 3
     (tmp_path / "mine.py").write_text("")
     assert [f.verdict for f in script.uses(tree, tmp_path)] == [UNKNOWN] * 3
+
+
+def test_a_job_that_cannot_begin_hears_how_many_files_it_needs():
+    assert limits.too_few_files(limits.NO_LIMIT, 8, 64) is None
+    assert limits.too_few_files(1024, 8, 64) is None
+    told = limits.too_few_files(51, 2, 2)
+    assert told is not None and "51 open files" in told and "52" in told and "1024" in told
+    assert limits.too_few_files(52, 2, 2) is None

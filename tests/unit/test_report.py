@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from stepfast.core.faults import ErrorClass
-from stepfast.errors import ConfigError, OperatingError
+from stepfast.errors import ConfigError, OperatingError, StateError
 from stepfast.train.report import class_of, forget_frames, report_of
 
 GLOO = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -36,6 +36,8 @@ def chained(inner: BaseException, outer: BaseException) -> BaseException:
         (torch.OutOfMemoryError("x"), ErrorClass.MEMORY),
         (OSError(5, "EIO"), ErrorClass.IO),
         (OperatingError("x"), ErrorClass.IO),
+        (StateError("does not fit"), ErrorClass.STATE),
+        (chained(OSError(2, "no such file"), StateError("x")), ErrorClass.STATE),
         (chained(OSError(28, "full"), RuntimeError("save failed")), ErrorClass.IO),
     ],
 )

@@ -105,6 +105,25 @@ def test_a_tracked_loader_resumes_at_the_next_batch_in_any_epoch(run, taken):
     assert [next(resumed) for _ in range(6)] == expected
 
 
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 5])
+def test_micro_batches_of_an_interrupted_step_are_handed_out_again(run, taken):
+    """A window of five: the position is that of the step's boundary, wherever in it a fault was."""
+    batches = tracked(run, batches=Loader()).batches
+    for _ in range(5):
+        next(batches)
+    boundary = batches.state_dict()
+    window = [next(batches) for _ in range(5)]
+    batches.load_state_dict(boundary)
+    for _ in range(taken):
+        next(batches)
+    batches.load_state_dict(boundary)  # a survivor, in the midst of the window
+    assert [next(batches) for _ in range(5)] == window
+    other = Run(PlainHost(rank=0, world_size=1, local_rank=0, device_type="cpu"))
+    fresh = tracked(other, batches=Loader()).batches
+    fresh.load_state_dict(boundary)
+    assert [next(fresh) for _ in range(5)] == window
+
+
 def test_an_empty_loader_is_named(run):
     batches = tracked(run, empties=Loader(length=0)).empties
     with pytest.raises(ScriptError, match="'empties' yields no batch"):
@@ -138,3 +157,49 @@ def test_a_loop_that_is_left_early_ends_at_its_step(run):
         if step == 4:
             break
     assert run.finish() == 4
+
+
+class LeftHost(PlainHost):
+    """A host in whose turns an optimizer may have stepped, and that may resume behind a `break`."""
+
+    def __init__(self, *, steps_in_turn: bool = True, at: int = 0, loop_left: bool = False) -> None:
+        super().__init__(rank=0, world_size=1, local_rank=0, device_type="cpu")
+        self.steps_in_turn, self.at, self.left = steps_in_turn, at, loop_left
+        self.ended: list[int] = []
+
+    @property
+    def loop_left(self) -> bool:
+        return self.left
+
+    def begin_steps(self):
+        return self.at
+
+    def turn_left(self, step):
+        return step + 1 if self.steps_in_turn else step
+
+    def steps_ended(self, step):
+        self.ended.append(step)
+
+
+@pytest.mark.parametrize(("steps_in_turn", "reached"), [(True, 5), (False, 4)])
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_turn_that_was_left_counts_if_an_optimizer_stepped(steps_in_turn, reached, is_held):
+    host = LeftHost(steps_in_turn=steps_in_turn)
+    run = Run(host)
+    tracked(run)
+    loop = run.steps(10)
+    for step in loop:
+        if step == 4:
+            break
+    if not is_held:
+        del loop
+    assert run.finish() == reached
+    assert run.finish() == reached, "counted once"
+    assert host.ended == ([] if is_held else [4])
+
+
+def test_who_goes_on_from_a_loop_that_was_left_makes_no_turn():
+    run = Run(LeftHost(at=5, loop_left=True))
+    tracked(run)
+    assert list(run.steps(10)) == []
+    assert run.finish() == 5

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -745,3 +746,17 @@ def test_a_held_write_has_the_bytes_of_its_boundary(tmp_path: Path) -> None:
     for name, wanted in rig.wanted[pinned.snapshot.step].items():
         entry = stored.layout.by_name[name]
         assert bits(over(stored.view(entry), entry)) == bits(wanted), name
+
+
+def test_slots_that_are_removed_under_a_running_loop_are_named_once_and_laid_anew(tmp_path: Path):
+    rig = Rig(tmp_path / "rank", KINDS["fused"]())
+    rig.boundary(1)
+    rig.capture.fence()
+    shutil.rmtree(tmp_path / "rank")
+    assert not rig.capture.holds(Step(1)), "nobody else will find it"
+    for step in (2, 3):
+        rig.boundary(step)
+        rig.capture.fence()
+    (note,) = rig.notes
+    assert note[0] == "snapshots removed" and "RemoveIPC" in note[1]
+    assert [s.snapshot.step for s in sealed_slots(tmp_path / "rank")] == [2, 3]

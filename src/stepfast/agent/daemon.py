@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
+import resource
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +23,10 @@ from typing import Any
 
 from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
+from stepfast.agent.first_look import refuse_without_store
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
 from stepfast.agent.tail import LogTail, log_tail
-from stepfast.checkpoint.arena import job_slots, sealed_slots
+from stepfast.checkpoint.arena import job_slots, make_private, sealed_slots
 from stepfast.core import node
 from stepfast.core.messages import (
     FromCoordinator,
@@ -51,9 +55,9 @@ from stepfast.core.node_state import (
     RankForked,
     StoreLost,
     StoreReady,
-    StoreUnusable,
 )
 from stepfast.core.outputs import (
+    CancelWrite,
     CommitShards,
     EndProcess,
     ForkRank,
@@ -66,7 +70,8 @@ from stepfast.core.outputs import (
     WriteSlot,
 )
 from stepfast.core.terms import NodeId, Rank, SnapshotId
-from stepfast.errors import OperatingError, StepfastError
+from stepfast.errors import ConfigError, OperatingError, StepfastError
+from stepfast.health import limits
 from stepfast.runtime.descendants import read_process
 from stepfast.runtime.driver import Driver
 from stepfast.runtime.ports import Clock
@@ -76,6 +81,8 @@ from stepfast.runtime.wire import AGENT_TO_RANK, RANK_TO_AGENT
 
 KEPT_MARK = "kept"  # beside the nodes' slots: they hold what could not be made durable
 _TICK_S = 0.02
+_MESSAGES_AT_ONCE = 64  # of one rank, before the loop's other work has its turn
+_GARBAGE_NOTED_MAX = 3  # of one process; more says nothing new
 _LOOK_S = 0.05  # how often the logs are shown
 _READY_LIMIT_S = 120.0  # a zygote imports torch: seconds, on a cold disk a minute
 _DRAIN_LIMIT_S = 2.0
@@ -122,6 +129,7 @@ class Agent:
         self._rank_of_pid: dict[int, tuple[Rank, int]] = {}
         self._process_of: dict[Rank, RankProcess] = {}
         self._log_of: dict[Rank, Path] = {}
+        self._garbage: Counter[tuple[Rank, int]] = Counter()  # by process
         self._settings: JobSettings | None = None
         self._store_failures = 0  # in a row
         self._exit: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -166,12 +174,15 @@ class Agent:
         if self._processes is not None:
             await self._processes.close(_CLOSE_GRACE_S)
         self._tail.finish()
+        if self._durable is not None:
+            self._durable.close(is_job_over=self._driver.state.is_job_over)
         if self._settings is None or not self._driver.state.is_job_over:
             return  # a node that only left may be needed again
         slot_root = Path(self._driver.state.slot_root)
         finish = self._driver.state.finish
         is_wanted = finish is not None and finish.keep_memory
-        if is_wanted or memory.has_set_aside(slot_root):
+        is_needed = is_wanted and not memory.holds_nothing(slot_root.parent)
+        if is_needed or memory.has_set_aside(slot_root):
             (slot_root.parent / KEPT_MARK).touch(mode=0o600)
             return
         # An orderly end of the job leaves nothing.
@@ -184,10 +195,19 @@ class Agent:
         while True:
             await asyncio.sleep(_TICK_S)
             leaving = [r for r, local in self._driver.state.ranks.items() if local.is_leaving]
-            self._feed(NodeTick(self._stopped_of(leaving)))
+            writes = () if self._durable is None else self._durable.signs()
+            self._feed(NodeTick(self._stopped_of(leaving), writes))
             if self._clock.monotonic() - looked_at >= _LOOK_S:
                 looked_at = self._clock.monotonic()
                 self._tail.look()
+                self._mend_memory()
+
+    def _mend_memory(self) -> None:
+        """For the next run: ranks lay their slots anew, and say so."""
+        settings = self._settings
+        if settings is not None:
+            with contextlib.suppress(OSError, OperatingError):  # no room, or gone: the next look
+                memory.mend(Path(self._driver.state.slot_root), _layout_of(settings))
 
     def _feed(self, given: NodeInput) -> None:
         self._driver.feed(given)
@@ -215,8 +235,11 @@ class Agent:
         if isinstance(message, Welcome) and self._settings is None:
             try:
                 self._prepare(message.settings)
-            except OSError as error:
+            except (OSError, OperatingError) as error:
                 self._fail(OperatingError(f"cannot prepare this node: {error}"))
+                return
+            except StepfastError as error:
+                self._fail(error)
                 return
         elif isinstance(message, StartGeneration):
             memory.remove_set_aside(Path(self._driver.state.slot_root))
@@ -230,11 +253,14 @@ class Agent:
 
     def _prepare(self, settings: JobSettings) -> None:
         """The first welcome: directories, zygote."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        too_few = limits.too_few_files(soft, settings.nproc_per_node, settings.world_size)
+        if too_few is not None:
+            raise ConfigError(too_few)
         job = job_slots(settings.memory_dir, settings.job_id)
         slot_root = job / f"node-{self._node_id}"
-        slot_root.parent.mkdir(mode=0o700, exist_ok=True)
-        layout = f"{settings.world_size} ranks, {settings.nproc_per_node} per node"
-        problem = memory.settle_layout(slot_root, layout)
+        make_private(slot_root.parent)
+        found = memory.settle_layout(slot_root, _layout_of(settings))
         (slot_root.parent / KEPT_MARK).unlink(missing_ok=True)
         log_root = Path(settings.job_dir) / "logs"
         log_root.mkdir(parents=True, exist_ok=True)
@@ -257,10 +283,11 @@ class Agent:
         self._processes.start()
         self._durable = DurableWork(settings, slot_root, self._feed)
         self._settings = settings
-        if problem is not None:
-            self._note("memory of another layout", problem)
-            if not settings.checkpoints.url:
-                self._feed(StoreUnusable(f"{problem}; {memory.HINT}"))
+        if found.problem is not None:
+            self._note("memory of another layout", found.problem)
+        refusal = refuse_without_store(found, settings.checkpoints)
+        if refusal is not None:
+            self._feed(refusal)
 
     def _note(self, topic: str, text: str) -> None:
         self._feed(NodeNoted(topic, text))
@@ -291,7 +318,8 @@ class Agent:
     def _read_rank(
         self, rank: Rank, incarnation: int, sock: socket.socket, *, to_the_end: bool = False
     ) -> None:
-        while True:
+        # At the end there is what the socket's buffer holds; before, others want to be heard too.
+        for _ in itertools.count() if to_the_end else range(_MESSAGES_AT_ONCE):
             try:
                 data = sock.recv(RANK_TO_AGENT.bytes_max + 1)
             except (BlockingIOError, OSError):
@@ -303,10 +331,16 @@ class Agent:
             try:
                 message: FromRank = RANK_TO_AGENT.decode(data)
             except OperatingError as error:
-                self._note("garbage from a rank", f"rank {rank}: {error}")
+                self._note_garbage(rank, incarnation, str(error))
                 continue
             snapshots = self._held_by(rank) if isinstance(message, _LOOK_AT_SLOTS) else None
             self._feed(FromLocalRank(rank, incarnation, message, snapshots))
+
+    def _note_garbage(self, rank: Rank, incarnation: int, text: str) -> None:
+        """A process that writes into every descriptor it finds must not fill the log."""
+        self._garbage[rank, incarnation] += 1
+        if self._garbage[rank, incarnation] <= _GARBAGE_NOTED_MAX:
+            self._note("garbage from a rank", f"rank {rank}: {text}")
 
     def _held_by(self, rank: Rank) -> tuple[SnapshotId, ...]:
         directory = Path(self._driver.state.slot_root) / f"rank-{rank}"
@@ -332,7 +366,7 @@ class Agent:
                     self._end(self._process_of[rank].pid)
             case OpenStore():
                 self._spawn(asyncio.create_task(self._open_store()))
-            case ListCheckpoints() | WriteSlot() | CommitShards():
+            case ListCheckpoints() | WriteSlot() | CancelWrite() | CommitShards():
                 self._in_store(output)
             case EndProcess(exit_code):
                 if not self._exit.done():
@@ -340,13 +374,15 @@ class Agent:
             case _:
                 raise AssertionError(f"not a node's output: {output}")
 
-    def _in_store(self, order: ListCheckpoints | WriteSlot | CommitShards) -> None:
+    def _in_store(self, order: ListCheckpoints | WriteSlot | CancelWrite | CommitShards) -> None:
         assert self._durable is not None, "the store is named by the welcome"
         match order:
             case ListCheckpoints():
                 self._durable.list_checkpoints()
             case WriteSlot():
                 self._durable.write(order)
+            case CancelWrite():
+                self._durable.cancel(order)
             case CommitShards():
                 self._durable.commit(order)
 
@@ -375,6 +411,9 @@ class Agent:
             "forked after the welcome"
         )
         log = Path(self._driver.state.log_root) / f"rank-{rank}-start-{incarnation}.log"
+        if log.is_symlink():
+            self._feed(ForkFailed(rank, incarnation, f"{log} is a link; remove it"))
+            return
         self._follow(rank, log)
         launch = RankLaunch(
             script=self._script.path,
@@ -422,6 +461,10 @@ class Agent:
             return
         self._store_failures = 0
         self._feed(StoreReady(port))
+
+
+def _layout_of(settings: JobSettings) -> str:
+    return memory.layout_words(settings.world_size, settings.nproc_per_node)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -3,6 +3,8 @@
 Owns: whether what a killed run left there is of this layout; setting it aside where it is not.
 Does not own: the slots themselves (`checkpoint.arena`), what the job resumes from (`core`).
 
+A directory that another process removes while the job runs is made again.
+
 Invariants: slots of another layout are never seen by a rank; they are removed only when the job has
 chosen where it goes on, and are there again for a run of their own layout until then.
 """
@@ -10,38 +12,85 @@ chosen where it goes on, and are there again for a run of their own layout until
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
-from stepfast.checkpoint.arena import sealed_slots
+from stepfast.checkpoint.arena import make_private, sealed_slots
 
 _LAYOUT_FILE = "layout"
 HINT = "run with that layout again, or choose another --job-dir to begin anew"
 
 
-def settle_layout(slot_root: Path, layout: str) -> str | None:
-    """Make `slot_root` that of `layout`; what it says of slots that were set aside, if any were."""
-    aside = _aside(slot_root)
-    is_held = has_slots(slot_root)
-    if is_held and _layout_of(slot_root) != layout:
-        shutil.rmtree(aside, ignore_errors=True)
-        slot_root.rename(aside)
-    elif not is_held and _layout_of(aside) == layout:
-        shutil.rmtree(slot_root, ignore_errors=True)
-        aside.rename(slot_root)
-    slot_root.mkdir(mode=0o700, exist_ok=True)
-    (slot_root / _LAYOUT_FILE).write_text(f"{layout}\n")
-    step = _newest_step(aside)
-    if step is None:
-        return None
-    return (
-        f"memory holds step {step} of another layout ({_layout_of(aside) or 'unknown'}),"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What killed runs left on a node, for a run of one layout.
+
+    `own` is the directory with what is of that layout, wherever it lies before it is settled;
+    `is_held`: there are slots in it. `other` has slots of another layout, which `problem` names.
+    """
+
+    own: Path | None
+    is_held: bool
+    other: Path | None
+    problem: str | None
+
+
+NO_MEMORY = Memory(own=None, is_held=False, other=None, problem=None)
+
+
+def look(slot_root: Path, layout: str) -> Memory:
+    """What `settle_layout` would find; nothing is changed."""
+    own: Path | None = slot_root
+    other = _aside(slot_root)
+    if _newest_step(slot_root) is None:
+        if _layout_of(other) == layout:
+            own, other = other, slot_root
+    elif _layout_of(slot_root) != layout:
+        own, other = None, slot_root
+    step = _newest_step(other)
+    problem = (
+        f"memory holds step {step} of another layout ({_layout_of(other) or 'unknown'}),"
         f" which this one ({layout}) cannot read"
+    )
+    return Memory(
+        own=own,
+        is_held=own is not None and _newest_step(own) is not None,
+        other=None if step is None else other,
+        problem=None if step is None else problem,
     )
 
 
-def has_slots(slot_root: Path) -> bool:
-    """Whether the ranks of this layout left anything."""
-    return _newest_step(slot_root) is not None
+def settle_layout(slot_root: Path, layout: str) -> Memory:
+    """Make `slot_root` that of `layout`; slots of another one are set aside."""
+    found, aside = look(slot_root, layout), _aside(slot_root)
+    if found.other == slot_root:
+        shutil.rmtree(aside, ignore_errors=True)
+        slot_root.rename(aside)
+    elif found.own == aside:
+        shutil.rmtree(slot_root, ignore_errors=True)
+        aside.rename(slot_root)
+    make_private(slot_root)
+    (slot_root / _LAYOUT_FILE).write_text(f"{layout}\n")
+    return look(slot_root, layout)
+
+
+def layout_words(world_size: int, nproc_per_node: int) -> str:
+    """What a layout of the world is called."""
+    return f"{world_size} ranks, {nproc_per_node} per node"
+
+
+def mend(slot_root: Path, layout: str) -> None:
+    """Say again whose the directory is, where another process removed it or that word."""
+    if (slot_root / _LAYOUT_FILE).exists():
+        return
+    for directory in (slot_root.parent, slot_root):
+        make_private(directory)
+    (slot_root / _LAYOUT_FILE).write_text(f"{layout}\n")
+
+
+def holds_nothing(job_slots: Path) -> bool:
+    """Whether no node of this machine left a slot of the job, of whatever layout."""
+    return all(_newest_step(node) is None for node in job_slots.glob("node-*"))
 
 
 def has_set_aside(slot_root: Path) -> bool:

@@ -24,6 +24,7 @@ import msgspec
 from stepfast.agent.channel import Channel
 from stepfast.errors import OperatingError
 from stepfast.runtime import spawning
+from stepfast.runtime.disk import open_own
 
 RESTARTS_IN_A_ROW_MAX: Final = 8
 BACKOFF_FIRST_S: Final = 0.1
@@ -119,7 +120,7 @@ class ZygoteKeeper:
         # The placeholder for the tag has to be there from the exec on: ranks write theirs over it.
         environment = COPIES | os.environ
         environment[spawning.TAG_VARIABLE] = spawning.make_tag(self._node_tag, "zygote")
-        with open(self._log_path, "ab") as log:
+        with open(open_own(self._log_path, os.O_WRONLY | os.O_APPEND), "ab") as log:
             return subprocess.Popen(
                 spawning.zygote_command(control_descriptor, plan_descriptor),
                 stdin=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ Invariants:
   header is whole.
 - A seal is read from the file whenever it is asked for; another process may have taken it away.
 - It may be left at any line (a signal that raises, a kill): what is on disk then is what counts.
+- A slot whose file another process removed is no slot: it is noticed, and laid anew.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint.layout import Entry, Layout
 from stepfast.checkpoint.restore import ReadSlot, open_sealed, read_open_state, read_state
 from stepfast.core.terms import Generation, JobId, SnapshotId, Step
-from stepfast.errors import OperatingError, StateError
+from stepfast.errors import NoRoomError, OperatingError, StateError
+from stepfast.runtime.disk import occupy_standard_descriptors
 
 SLOT_COUNT_MAX = 16
 SLOTS_WITH_OVERLAP = 3
 """While one is being filled beside the training, the newest sealed one and the newest that all
 ranks hold stay: with two, ranks that are a step apart would have none in common.
 """
+WHO_REMOVES = "systemd's RemoveIPC at a logout, or a cleaner of temporary files"
+"""The usual ones that take slot files away under a job that runs."""
 SLOTS_TO_WRITE = 1
 """One more where there is a checkpoint store: what is being written to it is kept meanwhile."""
 _SEAL = slice(layouts.SEAL_START, layouts.SEAL_END)
@@ -49,10 +53,23 @@ class SealedSlot(msgspec.Struct, frozen=True):
 class Slot:
     """One laid-out slot file, mapped for writing."""
 
-    def __init__(self, path: Path, layout: Layout, mapped: mmap.mmap) -> None:
+    def __init__(
+        self, path: Path, layout: Layout, mapped: mmap.mmap, status: os.stat_result
+    ) -> None:
+        """`status` is the mapped file's."""
         self.path = path
         self.layout = layout
         self.mapped = mapped
+        self._file = (status.st_dev, status.st_ino)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether its name leads to this file no more: then nobody else will ever see it."""
+        try:
+            status = os.lstat(self.path)
+        except FileNotFoundError:
+            return True
+        return (status.st_dev, status.st_ino) != self._file
 
     @property
     def snapshot(self) -> SnapshotId | None:
@@ -97,12 +114,22 @@ class Arena:
         self.laid_count = 0
         self._layout: Layout | None = None
         self._paths = [directory / f"slot-{index}.safetensors" for index in range(slot_count)]
-        _make_private(directory)
+        make_private(directory)
+        occupy_standard_descriptors()
         self._slots: list[Slot | None] = [_try_adopt(path) for path in self._paths]
 
     @property
     def slots(self) -> list[Slot]:
         return [slot for slot in self._slots if slot is not None]
+
+    def drop_removed(self) -> list[Path]:
+        """Forget slots whose files are gone; what they were called. `claim` lays them anew."""
+        gone = []
+        for index, slot in enumerate(self._slots):
+            if slot is not None and slot.is_removed:
+                self._slots[index] = None
+                gone.append(slot.path)
+        return gone
 
     def newest(self) -> Slot | None:
         """The sealed slot of the newest snapshot."""
@@ -130,6 +157,8 @@ class Arena:
         then. Raises OperatingError where the memory is too small for all of them; no slot has
         changed by then.
         """
+        if None in self._slots:
+            make_private(self.directory)  # gone with its slots, perhaps
         if self._layout is None or not self._layout.serves(layout):
             self._check_room(layout)
         self._layout = layout
@@ -164,6 +193,7 @@ class Arena:
 
     def _lay(self, index: int, layout: Layout) -> Slot:
         path = self._paths[index]
+        occupy_standard_descriptors()
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
         except OSError as error:
@@ -177,8 +207,12 @@ class Arena:
             self.laid_count += 1
             # Populated now, so that the first snapshot does not pay a page fault for every 4 KiB.
             populate = getattr(mmap, "MAP_POPULATE", 0)
-            return Slot(path, layout, _map(descriptor, layout.file_bytes, populate))
+            mapped = _map(descriptor, layout.file_bytes, populate)
+            return Slot(path, layout, mapped, os.fstat(descriptor))
         except OSError as error:
+            if error.errno == errno.EFBIG:
+                text = f"a slot has {layout.file_bytes} bytes; raise the limit, ulimit -f"
+                raise NoRoomError(f"{path}: {error.strerror}: {text}") from error
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                 raise OperatingError(f"{path}: {error.strerror}") from error
             os.ftruncate(descriptor, 0)
@@ -193,10 +227,10 @@ class Arena:
         if sum(max(0, wanted - size) for size in sizes) > free_bytes(self.directory):
             raise self._no_room(layout)
 
-    def _no_room(self, layout: Layout) -> OperatingError:
+    def _no_room(self, layout: Layout) -> NoRoomError:
         total, count = needed_bytes(layout, len(self._paths)), len(self._paths)
         overlap = " (the third one lets training go on while a snapshot is copied)"
-        return OperatingError(
+        return NoRoomError(
             f"no room for snapshots: {layout.file_bytes} bytes needed for one slot and {total} for"
             f" the {count} of this rank{overlap if count == SLOTS_WITH_OVERLAP else ''},"
             f" {free_bytes(self.directory)} bytes free in {self.directory}; enlarge that memory"
@@ -249,7 +283,8 @@ def slot_of(directory: Path, snapshot: SnapshotId) -> Path:
     for slot in sealed_slots(directory):
         if slot.snapshot == snapshot:
             return slot.path
-    raise StateError(f"{directory}: no slot holds step {snapshot.step} any more")
+    why = "" if directory.exists() else f": it was removed while the job ran ({WHO_REMOVES})"
+    raise StateError(f"{directory}: no slot holds step {snapshot.step} any more{why}")
 
 
 def invalidate(
@@ -283,17 +318,26 @@ def _try_adopt(path: Path) -> Slot | None:
         return None
     try:
         layout, _ = read_open_state(descriptor)
-        return Slot(path, layout, _map(descriptor, layout.file_bytes))
+        mapped = _map(descriptor, layout.file_bytes)
+        return Slot(path, layout, mapped, os.fstat(descriptor))
     except ValueError:
         return None
     finally:
         os.close(descriptor)
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
+    """Make the directory, or take one that is this user's alone; OperatingError for any other.
+
+    Where everybody may write (/dev/shm), somebody may have been there before with the same name.
+    """
     try:
-        os.makedirs(directory, mode=0o700, exist_ok=True)
-        status = os.stat(directory)
+        for above in reversed((directory, *directory.parents)):
+            if not above.exists():
+                above.mkdir(mode=0o700, exist_ok=True)  # by another rank, perhaps
+        status = os.lstat(directory)
+        if not stat.S_ISDIR(status.st_mode):
+            raise OperatingError(f"{directory} is a link; remove it, or choose another directory")
         if status.st_uid != os.geteuid():
             raise OperatingError(f"{directory} belongs to another user; choose another directory")
         if stat.S_IMODE(status.st_mode) != 0o700:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from stepfast.checkpoint.arena import Arena, Slot
+from stepfast.checkpoint.arena import WHO_REMOVES, Arena, Slot
 from stepfast.core.terms import SnapshotId, Step
 from stepfast.errors import OperatingError
 
@@ -140,7 +140,14 @@ class Capture:
 
     def holds(self, step: Step) -> bool:
         """Whether a sealed slot has that step."""
+        self._note_removed()
         return any(s.snapshot is not None and s.snapshot.step == step for s in self._arena.slots)
+
+    def digests(self, step: Step) -> list[tuple[str, tuple[int, ...], str]]:
+        """The hashes of what the sealed slot of that step holds; see `StateTree.local_digests`."""
+        held = [s.snapshot for s in self._arena.slots if s.snapshot is not None]
+        newest = max(snapshot for snapshot in held if snapshot.step == step)
+        return self._tree.digests_in(self._arena.read(newest))
 
     def restore(self, snapshot: SnapshotId) -> None:
         """Bring the tree into the state of a sealed slot; StateError where there is none, or it
@@ -232,6 +239,7 @@ class Capture:
         self._whole = None
         laid_before = self._arena.laid_count
         state = self._tree.collect()
+        self._note_removed()
         self._arena.claim(state.layout)
         slot, waited_s = self._wait_for_slot()
         slot.unseal()
@@ -245,6 +253,16 @@ class Capture:
             waited_s=waited_s,
         )
         return slot, state, captured, began
+
+    def _note_removed(self) -> None:
+        """Slots that nobody will find any more hold nothing; at a few microseconds a slot."""
+        gone = self._arena.drop_removed()
+        if gone:
+            self._note(
+                "snapshots removed",
+                f"{len(gone)} slots in {self._arena.directory} were removed by another process"
+                f" ({WHO_REMOVES}); they are laid anew, and what they held is lost",
+            )
 
     def _wait_for_slot(self) -> tuple[Slot, float]:
         began = time.perf_counter()

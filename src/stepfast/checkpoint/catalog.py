@@ -6,13 +6,14 @@ Owns: listing, verifying, retention, sweeping. Does not own: who decides that a 
 Invariants:
 - A checkpoint is listed only if its manifest can be read and is that of its directory.
 - The newest one is never removed, nor are the last so many before it, nor what the caller protects.
+- A job removes what it committed itself, and what nobody committed; a person any.
 - Its manifest goes first: what is half removed does not exist, and the next sweep ends it.
 - Names that are not ours are never touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 from functools import partial
 from threading import Lock
@@ -21,6 +22,8 @@ import msgspec
 import xxhash
 
 from stepfast.checkpoint.commit import read_layout
+from stepfast.checkpoint.coverage import Coverage, listed
+from stepfast.checkpoint.layout import Layout
 from stepfast.checkpoint.manifest import (
     MANIFEST_BYTES_MAX,
     MANIFEST_FILE,
@@ -34,8 +37,8 @@ from stepfast.checkpoint.manifest import (
 from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.checkpoint.writer import Progress, no_progress
-from stepfast.core.terms import Generation, SnapshotId
-from stepfast.errors import StateError
+from stepfast.core.terms import NO_GENERATION, Generation, SnapshotId
+from stepfast.errors import OperatingError, StateError
 
 VERIFY_PIECE_BYTES = 8 << 20
 VERIFY_THREADS = 4
@@ -49,6 +52,7 @@ class Damage(StrEnum):
     SIZE = "size"  # it is cut, or longer than it was
     DIGEST = "digest"  # its bytes are not those that were written
     FOREIGN = "foreign"  # a file that the manifest does not name
+    INCOMPLETE = "incomplete"  # files that are whole have not all of a tensor, or other ones
     UNREADABLE = "unreadable"  # the store has it and cannot give it
 
 
@@ -66,6 +70,12 @@ class Survey(msgspec.Struct, frozen=True):
     manifests: tuple[Manifest, ...]
     damaged: tuple[Finding, ...]
     unfinished: tuple[SnapshotId, ...]
+
+    def lacks(self, known: Iterable[SnapshotId]) -> frozenset[SnapshotId]:
+        """Which of these checkpoints are not there at all; a damaged one is."""
+        there = {_manifest_name(manifest.snapshot) for manifest in self.manifests}
+        there.update(finding.name for finding in self.damaged)
+        return frozenset(s for s in known if _manifest_name(s) not in there)
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,13 +117,19 @@ def survey(store: CheckpointStore) -> Survey:
     """
     found = [s for name in store.directories() if (s := parse_checkpoint_name(name)) is not None]
     look = partial(_look_at, store)
-    read = in_parallel(look, sorted(found), SMALL_REQUESTS)
+    read = list(in_parallel(look, sorted(found), SMALL_REQUESTS))
     manifests = [m for m in read if isinstance(m, Manifest)]
     return Survey(
         manifests=tuple(sorted(manifests, key=lambda m: m.snapshot, reverse=True)),
         damaged=tuple(f for f in read if isinstance(f, Finding)),
         unfinished=tuple(s for s in read if isinstance(s, SnapshotId)),
     )
+
+
+def newest_generation(store: CheckpointStore) -> Generation:
+    """The newest one that anything of ours in the store has, committed or not."""
+    found = (parse_checkpoint_name(name) for name in store.directories())
+    return max((s.generation for s in found if s is not None), default=NO_GENERATION)
 
 
 def committed(store: CheckpointStore) -> list[SnapshotId]:
@@ -164,9 +180,19 @@ def verify(
         for name in store.names(directory)
         if name not in known
     ]
-    count = _Count(manifest.size_bytes, progress)
-    found = in_parallel(lambda f: _verify_file(store, manifest, f, count), manifest.files, threads)
-    findings += [finding for finding in found if finding is not None]
+    count, coverage = _Count(manifest.size_bytes, progress), Coverage()
+    are_all_right = True
+    look = partial(_verify_file, store, manifest, count)
+    for found in in_parallel(look, manifest.files, threads):
+        if isinstance(found, Finding):
+            findings.append(found)
+            are_all_right = False
+        else:
+            coverage.add(found)
+    # Else what is missing together says nothing new.
+    if are_all_right and (problems := coverage.problems(manifest.tensors)):
+        text = f"its files are not all of it: {listed(problems)}"
+        findings.append(Finding(_manifest_name(snapshot), Damage.INCOMPLETE, text))
     return sorted(findings)
 
 
@@ -175,12 +201,27 @@ def prune(
     retention: Retention,
     *,
     protected: Collection[SnapshotId] = (),
+    job_id: str | None = None,
     dry_run: bool = False,
+    seen: Survey | None = None,
 ) -> list[SnapshotId]:
-    """Remove what need not stay and is not `protected`; returns what that was, oldest first."""
-    surplus = [s for s in retention.surplus(committed(store)) if s not in protected]
+    """Remove what need not stay and is not `protected`; returns what that was, oldest first.
+
+    With `job_id`, checkpoints that other jobs committed count for nothing, and stay. One that
+    cannot be removed is in no other's way: the first of such errors comes at the end. `seen`: what
+    the store holds, for whom has just looked.
+    """
+    manifests = (survey(store) if seen is None else seen).manifests
+    there = [m.snapshot for m in manifests if job_id in (None, m.job_id)]
+    surplus = [s for s in retention.surplus(there) if s not in protected]
+    failures = []
     for snapshot in () if dry_run else surplus:
-        _remove(store, snapshot)
+        try:
+            _remove(store, snapshot)
+        except OperatingError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
     return surplus
 
 
@@ -253,8 +294,8 @@ def _look_at(store: CheckpointStore, snapshot: SnapshotId) -> Manifest | Finding
 
 
 def _verify_file(
-    store: CheckpointStore, manifest: Manifest, file: ShardFile, count: _Count
-) -> Finding | None:
+    store: CheckpointStore, manifest: Manifest, count: _Count, file: ShardFile
+) -> Finding | Layout:
     name = f"{manifest.name}/{file.name}"
     try:
         size_bytes = store.size_bytes(name)
@@ -270,7 +311,7 @@ def _verify_file(
             return Finding(name, Damage.DIGEST, "it is the file of another checkpoint")
     except StateError as error:
         return Finding(name, Damage.UNREADABLE, str(error))
-    return None
+    return layout
 
 
 def _digest(store: CheckpointStore, name: str, size_bytes: int, count: _Count) -> str:

@@ -1,35 +1,34 @@
 """The one moment at which a checkpoint begins to exist.
 
-Owns: what has to be true of every rank's file before, the tensors' global shapes, the manifest
-that is written last. Does not own: who calls it and when (one at a time, the coordinator).
+Owns: what has to be true of every rank's file before, and of all together; the manifest that is
+written last. Does not own: who calls it and when (one at a time, the coordinator).
 
 Invariants:
 - No manifest names a file that is absent, has another size, or holds another snapshot or layout.
+- The files together have every element of every tensor (`coverage`).
 - Doing it again, with the same files, changes nothing and is no error: whoever died in the middle,
   or never got its answer, asks again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 
 import msgspec
 
 from stepfast.checkpoint import layout as layouts
+from stepfast.checkpoint.coverage import Coverage, listed
 from stepfast.checkpoint.layout import Layout
 from stepfast.checkpoint.manifest import (
     MANIFEST_FILE,
     Manifest,
     ShardFile,
-    TensorInfo,
     check_files,
     checkpoint_name,
     decode_manifest,
     encode_manifest,
     snapshot_words,
 )
-from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.core.terms import SnapshotId
@@ -42,13 +41,18 @@ def commit(store: CheckpointStore, manifest: Manifest) -> Manifest:
     """Make the checkpoint exist whose files `manifest` names; its `tensors` are filled in here.
 
     Returns what stands in the store: an earlier commit of the same files counts as this one.
-    StateError where a file is not what it should be, or another checkpoint has the name.
+    StateError where a file is not what it should be, a part of a tensor is in no file, ranks have
+    different tensors of one name, or another checkpoint has the name.
     """
     assert not manifest.tensors, "the tensors are read from the files"
     check_files(manifest.files, manifest.world_size)
     check = partial(_checked_layout, store, manifest.snapshot)
-    rank_layouts = in_parallel(check, manifest.files, SMALL_REQUESTS)
-    whole = msgspec.structs.replace(manifest, tensors=gather_tensors(rank_layouts))
+    coverage = Coverage()
+    for layout in in_parallel(check, manifest.files, SMALL_REQUESTS):
+        coverage.add(layout)
+    if problems := coverage.problems():
+        raise StateError(f"{store.url}/{manifest.name} is not whole: {listed(problems)}")
+    whole = msgspec.structs.replace(manifest, tensors=coverage.tensors)
     name = f"{manifest.name}/{MANIFEST_FILE}"
     if store.put_if_absent(name, encode_manifest(whole)):
         return whole
@@ -79,16 +83,6 @@ def read_layout(store: CheckpointStore, name: str) -> tuple[Layout, SnapshotId |
     except ValueError as error:
         raise StateError(f"{store.url}/{name}: {error}") from error
     return layout, layouts.parse_seal(raw[layouts.SEAL_START : layouts.SEAL_END], layout.digest)
-
-
-def gather_tensors(rank_layouts: Iterable[Layout]) -> dict[str, TensorInfo]:
-    """The tensors of all ranks as wholes, by name, but for what is one rank's alone."""
-    tensors: dict[str, TensorInfo] = {}
-    for layout in rank_layouts:
-        for entry in layout.entries:
-            if layouts.private_rank(entry.name) is None:
-                tensors.setdefault(entry.name, TensorInfo(entry.dtype, true_shape(entry)))
-    return dict(sorted(tensors.items()))
 
 
 def _checked_layout(store: CheckpointStore, snapshot: SnapshotId, file: ShardFile) -> Layout:

@@ -38,6 +38,7 @@ _DAMAGED = (errno.EIO, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, e
 _ADVICE = {
     errno.ENOSPC: "; free some space there, keep fewer checkpoints, or choose another place",
     errno.EDQUOT: "; the quota is used up: keep fewer checkpoints, or choose another place",
+    errno.EFBIG: "; raise the limit of a file's size (ulimit -f)",
     errno.EROFS: "; choose a place for checkpoints that can be written to",
     errno.EACCES: "; give this user the right to it, or choose another place for checkpoints",
 }
@@ -154,19 +155,28 @@ class DirectoryStore:
                 self._sync_foreign(above)
             self._is_anchored = True
 
-    def _make_directory(self, path: str) -> None:
+    def _make_directory(self, path: str, *, is_again: bool = False) -> None:
         try:
             self._disk.make_directory(path)
         except FileExistsError:
-            pass  # perhaps by another process, a moment ago: then nothing says that it is durable
+            # Perhaps by another process, a moment ago: then nothing says that it is durable.
+            self._check_is_ours(path)
         except FileNotFoundError:
+            if is_again:
+                raise  # what is above is there now: nothing can be made here, as below /proc
             self._make_directory(os.path.dirname(path))
-            self._make_directory(path)
+            self._make_directory(path, is_again=True)
             return
         if path.startswith(f"{self.url}{os.sep}"):
             self._disk.sync_directory(os.path.dirname(path))
         else:
             self._sync_foreign(os.path.dirname(path))
+
+    def _check_is_ours(self, path: str) -> None:
+        """Links lead out of the store, and are never listed: nothing is written through one."""
+        above, name = os.path.split(path)
+        if path.startswith(f"{self.url}{os.sep}") and (name, True) not in self._disk.entries(above):
+            raise NotADirectoryError(errno.ENOTDIR, "a link, or no directory", path)
 
     def _sync_foreign(self, path: str) -> None:
         try:

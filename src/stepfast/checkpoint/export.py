@@ -33,15 +33,15 @@ def export_safetensors(
 ) -> list[str]:
     """Write the object that was tracked as `tracked` into the directory `target`; its files.
 
-    The names lose the object's own in front. ConfigError where the checkpoint has no such object,
-    or the directory has a model already. `progress(done, total)` is told the bytes.
+    The names lose the object's own in front. ConfigError where the checkpoint has no tensors of
+    that object, or the directory has a model already. `progress(done, total)` is told the bytes.
     """
     prefix = f"{tracked}."
     names = [name for name in checkpoint.shared_names if name.startswith(prefix)]
     if not names:
         objects = sorted({name.split(".")[0] for name in checkpoint.shared_names})
         raise ConfigError(
-            f"nothing was tracked as {tracked!r}; the checkpoint has: {', '.join(objects)}"
+            f"the checkpoint has no tensors of {tracked!r}; it has those of {', '.join(objects)}"
         )
     store = DirectoryStore(target)
     if store.size_bytes(INDEX_FILE) is not None:

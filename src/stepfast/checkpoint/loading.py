@@ -1,15 +1,17 @@
 """Reading a committed checkpoint: whole shards or the bytes that are needed, never unverified ones.
 
 Owns: the reads of a store and the checksums of what comes; the index of who saved which part of a
-tensor. Does not own: manifests (`manifest`), where checkpoints are (`catalog`), what is needed
-(`tensors.reshard`, `shard`), the choice of another checkpoint where this one is damaged.
+tensor, and that no part is missing. Does not own: manifests (`manifest`), where checkpoints are
+(`catalog`), what is needed (`tensors.reshard`, `shard`), the choice of another checkpoint where
+this one is damaged.
 
 Invariants:
 - No call returns before the checksum of each block that it read was compared with the manifest's.
   The plain values, read by themselves, have one of their own; a header is what its layout's digest
   says.
 - A file that is missing, damaged or another checkpoint's is CheckpointDamaged, which names file
-  and cause. A store that cannot be reached is an OperatingError: the checkpoint may be fine.
+  and cause; so is a tensor that the files together have not all of. A store that cannot be reached
+  is an OperatingError: the checkpoint may be fine.
 - Nothing is remembered beyond the object: the same name may hold another checkpoint tomorrow.
 """
 
@@ -17,22 +19,21 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
-from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint.blocks import is_right
 from stepfast.checkpoint.catalog import load_manifest
+from stepfast.checkpoint.coverage import Coverage, listed
 from stepfast.checkpoint.layout import Entry, Layout
-from stepfast.checkpoint.manifest import Manifest, ShardFile, snapshot_words
+from stepfast.checkpoint.manifest import MANIFEST_FILE, Manifest, ShardFile, snapshot_words
 from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
 from stepfast.checkpoint.store import CheckpointStore
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import StateError
 
-T = TypeVar("T")
+_Result = TypeVar("_Result")
 OnRead = Callable[[int], None]  # is told how many bytes came; what it raises ends the reading
 
 READ_THREADS = 8
@@ -93,15 +94,34 @@ class StoredCheckpoint:
 
     @cached_property
     def index(self) -> Mapping[str, tuple[Chunk, ...]]:
-        """Every saved part of every tensor by name, in the order of ranks; reads all headers."""
+        """Every saved part of every tensor by name, in the order of ranks; reads all headers.
+
+        CheckpointDamaged where they are not all there is of each tensor.
+        """
         missing = [rank for rank in self._files if rank not in self._layouts]
         read = in_parallel(self._read_layout, missing, SMALL_REQUESTS)
         self._layouts.update(zip(missing, read, strict=True))
+        in_order = [self._layouts[rank] for rank in range(self.world_size)]
+        self._check_whole(in_order)
         found: dict[str, list[Chunk]] = {}
-        for rank in range(self.world_size):
-            for entry in self._layouts[rank].entries:
-                found.setdefault(entry.name, []).append(Chunk(rank, entry))
+        for layout in in_order:
+            for entry in layout.entries:
+                found.setdefault(entry.name, []).append(Chunk(layout.rank, entry))
         return {name: tuple(chunks) for name, chunks in found.items()}
+
+    def check_whole(self) -> None:
+        """CheckpointDamaged unless the files together have every element of every tensor.
+
+        For who needs no index: reads all headers, and keeps none.
+        """
+        self._check_whole(in_parallel(self._read_layout, range(self.world_size), SMALL_REQUESTS))
+
+    def _check_whole(self, all_layouts: Iterable[Layout]) -> None:
+        coverage = Coverage()
+        for layout in all_layouts:
+            coverage.add(layout)
+        if problems := coverage.problems(self.manifest.tensors):
+            raise self._damaged(MANIFEST_FILE, f"the checkpoint is not whole: {listed(problems)}")
 
     def plain(self, rank: int) -> bytes:
         """The plain values that `rank` saved."""
@@ -121,7 +141,7 @@ class StoredCheckpoint:
         Where one is damaged, any of that memory may hold what is wrong.
         """
         reads = (partial(self._read_block, rank, number, into) for number, into in blocks.items())
-        for size_bytes in _in_parallel(reads):
+        for size_bytes in in_parallel(_call, reads, READ_THREADS):
             if on_read is not None:
                 on_read(size_bytes)
 
@@ -133,7 +153,8 @@ class StoredCheckpoint:
         Counted in the data part of the rank's file, as entries are. The blocks that the ranges lie
         in are read whole; a few ranges are read ahead.
         """
-        for read_bytes, memory in _in_parallel(partial(self._read_range, *r) for r in ranges):
+        reads = (partial(self._read_range, *r) for r in ranges)
+        for read_bytes, memory in in_parallel(_call, reads, READ_THREADS):
             if on_read is not None:
                 on_read(read_bytes)
             yield memory
@@ -233,16 +254,5 @@ def claim(size_bytes: int) -> memoryview:
     return memoryview(memory)[:size_bytes]
 
 
-def _in_parallel(reads: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """What the reads return, in their order; at most two for each thread are under way."""
-    waiting = iter(reads)
-    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="stepfast-read") as threads:
-        running: list[Future[T]] = [threads.submit(r) for r in islice(waiting, 2 * READ_THREADS)]
-        try:
-            while running:
-                done = running.pop(0).result()
-                running.extend(threads.submit(read) for read in islice(waiting, 1))
-                yield done
-        finally:
-            for future in running:
-                future.cancel()
+def _call(read: Callable[[], _Result]) -> _Result:
+    return read()

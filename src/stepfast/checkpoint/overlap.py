@@ -109,12 +109,12 @@ def _regions(part: TensorSpec, whole: Shape) -> Iterator[_Region]:
         yield _Region(part.offsets, part.shape, 0, strides_of(part.shape))
         return
     first, size = part.offsets[0], part.shape[0]
-    for offsets, shape in _boxes(first, first + size, whole):
+    for offsets, shape in boxes_of_run(first, first + size, whole):
         flat = sum(o * s for o, s in zip(offsets, strides_of(whole), strict=True))
         yield _Region(offsets, shape, flat - first, strides_of(shape))
 
 
-def _boxes(first: int, end: int, whole: Shape) -> Iterator[tuple[Shape, Shape]]:
+def boxes_of_run(first: int, end: int, whole: Shape) -> Iterator[tuple[Shape, Shape]]:
     """The elements `first` to `end` of a flattened tensor as boxes (offsets, shape), in order."""
     if first >= end:
         return
@@ -134,7 +134,7 @@ def _boxes(first: int, end: int, whole: Shape) -> Iterator[tuple[Shape, Shape]]:
 
 
 def _in_row(row: int, first: int, end: int, whole: Shape) -> Iterator[tuple[Shape, Shape]]:
-    for offsets, shape in _boxes(first, end, whole[1:]):
+    for offsets, shape in boxes_of_run(first, end, whole[1:]):
         yield (row, *offsets), (1, *shape)
 
 

@@ -1,11 +1,10 @@
 """Tensors of a checkpoint as wholes, put together from all ranks' files; without torch.
 
-Owns: which parts make up a tensor, putting them together, comparing two checkpoints.
-Does not own: reading parts, and that they are what was written (`loading`); tensors in a job
-(`tensors`).
+Owns: putting tensors together, comparing two checkpoints. Does not own: reading parts, that they
+are what was written, and that none is missing (`loading`); tensors in a job (`tensors`).
 
-Invariants: a whole has every element from exactly one part, or it is a StateError; one tensor at a
-time is in memory, and two where checkpoints of different layouts are compared.
+Invariants: a whole has every element from a part; one tensor at a time is in memory, and two where
+checkpoints of different layouts are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from stepfast.checkpoint.layout import DTYPE_BYTES, Entry, private_rank
 from stepfast.checkpoint.loading import Chunk, StoredCheckpoint
 from stepfast.checkpoint.manifest import TensorInfo
 from stepfast.checkpoint.overlap import strides_of, true_shape
-from stepfast.errors import StateError
 
 _PIECE_BYTES = 64 << 20
 _Place = tuple[bool, tuple[int, ...], tuple[int, ...]]  # whether flattened, offsets, shape
@@ -41,7 +39,7 @@ class WholeCheckpoint:
     """A committed checkpoint, by tensor; for one thread."""
 
     def __init__(self, stored: StoredCheckpoint) -> None:
-        """Reads the header of every file."""
+        """Reads the header of every file; StateError where they are not all of each tensor."""
         self.stored = stored
         self.parts = stored.index
 
@@ -51,7 +49,7 @@ class WholeCheckpoint:
         return sorted(name for name in self.parts if private_rank(name) is None)
 
     def info(self, name: str) -> TensorInfo:
-        """What the tensor is as a whole, by the first rank that has it."""
+        """What the tensor is as a whole."""
         entry = self.parts[name][0].entry
         return TensorInfo(entry.dtype, true_shape(entry))
 
@@ -81,24 +79,11 @@ class WholeCheckpoint:
         return self.stored.read_ranges(ranges)
 
     def _distinct_parts(self, name: str) -> list[Chunk]:
-        """The parts that make up the whole, one for each place; StateError where some are missing
-        or ranks hold different things under the name.
-        """
-        info = self.info(name)
+        """The parts that make up the whole, one for each place."""
         by_place: dict[_Place, Chunk] = {}
         for chunk in self.parts[name]:
-            if TensorInfo(chunk.entry.dtype, true_shape(chunk.entry)) != info:
-                raise StateError(
-                    f"{self.stored.place}: ranks have different tensors of the name {name}"
-                )
             if chunk.entry.size_bytes:
                 by_place.setdefault(_place_of(chunk.entry), chunk)
-        elements = sum(math.prod(shape) for _, _, shape in by_place)
-        if elements != math.prod(info.shape):
-            raise StateError(
-                f"{self.stored.place}: the parts of {name} have {elements} elements,"
-                f" the tensor has {math.prod(info.shape)}"
-            )
         return list(by_place.values())
 
 

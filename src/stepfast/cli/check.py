@@ -18,6 +18,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 import stepfast
+from stepfast.agent.first_look import judge, refuse_without_store
+from stepfast.agent.memory import NO_MEMORY, Memory, layout_words, look
 from stepfast.checkpoint.arena import (
     SLOTS_TO_WRITE,
     SLOTS_WITH_OVERLAP,
@@ -28,17 +30,20 @@ from stepfast.checkpoint.arena import (
 )
 from stepfast.checkpoint.catalog import survey
 from stepfast.checkpoint.manifest import checkpoint_name
+from stepfast.checkpoint.owner import StoreOwner, StoreTaken
 from stepfast.checkpoint.store import open_store
-from stepfast.cli.tables import aligned, size_text, span
+from stepfast.cli.tables import aligned, span
 from stepfast.config import JobConfig
 from stepfast.coordinator.journal import History, read_job_id
 from stepfast.core.durable import CheckpointSettings, Durable, choose_source, would_start_over
 from stepfast.core.job_state import JobState
 from stepfast.core.messages import JobSettings, RankChecked, TrackedObject
+from stepfast.core.node_state import CheckpointsListed, StoreUnusable
 from stepfast.core.placement import node_of
 from stepfast.core.recovery import RestorePlan
-from stepfast.core.terms import Rank, SnapshotId
+from stepfast.core.terms import JobId, Rank, SnapshotId
 from stepfast.errors import OperatingError
+from stepfast.observe.sizes import size_text
 
 _OF_A_NEW_JOB = "checkpoints/ in a new job directory"
 
@@ -74,14 +79,15 @@ def look_ahead(
     config: JobConfig, checkpoints: CheckpointSettings, history: History, job_dir: Path | None
 ) -> Outlook:
     """Find what a run in `job_dir` would find; None: it would get a new one."""
-    obstacles: list[str] = []
-    notes: list[str] = []
+    slots_dir = _slots_directory(config, job_dir)
+    memories = [_memory_of(config, slots_dir, node) for node in range(config.nodes)]
+    found = _Found()
     durable = Durable()
     if checkpoints.url:
-        durable = _stored(checkpoints.url, obstacles, notes)
-    slots_dir = _slots_directory(config, job_dir)
-    slots = {Rank(r): _slots_of(config, slots_dir, Rank(r)) for r in range(config.world_size)}
-    held = {rank: [slot.snapshot for slot in found] for rank, found in slots.items()}
+        durable = found.look_into_store(checkpoints, _job_id(config, job_dir), memories)
+    found.add(refuse_without_store(memory, checkpoints) for memory in memories)
+    slots = {Rank(r): _slots_of(config, memories, Rank(r)) for r in range(config.world_size)}
+    held = {rank: [slot.snapshot for slot in sealed] for rank, sealed in slots.items()}
     source = choose_source(held, history.lineage, durable)
     layouts: dict[Rank, str] = {}
     resume = "nowhere: it begins at step 0"
@@ -94,15 +100,16 @@ def look_ahead(
                 if source.step > 0  # before the first step optimizers hold nothing yet
             }
         case SnapshotId():
-            name = checkpoint_name(source.step, source.generation)
-            resume = f"step {source.step}, from the checkpoint {name}"
+            resume = found.checkpoint_words(source)
         case None:
-            if would_start_over(held, history.lineage, durable, history.steps_max):
-                resume = "nowhere"
-                obstacles.append(
+            over = would_start_over(held, history.lineage, durable, history.steps_max)
+            if over and not found.obstacles:  # a refused store ends a run before it looks for one
+                found.obstacles.append(
                     "the job has made steps and nothing holds its state; it refuses to start over:"
                     " choose another --job-dir"
                 )
+    if found.obstacles and source is None:
+        resume = "nowhere"
     return Outlook(
         config=config,
         checkpoints=checkpoints,
@@ -111,21 +118,53 @@ def look_ahead(
         checkpoints_there=len(durable.committed),
         free_bytes=free_bytes(Path(config.memory_dir)) + _claimed_bytes(slots_dir),
         layouts=layouts,
-        obstacles=tuple(obstacles),
-        notes=tuple(notes),
+        obstacles=tuple(found.obstacles),
+        notes=tuple(dict.fromkeys((*_said(memories), *found.notes))),
     )
 
 
-def _stored(url: str, obstacles: list[str], notes: list[str]) -> Durable:
-    try:
-        seen = survey(open_store(url))
-    except (OSError, OperatingError) as error:
-        obstacles.append(f"the checkpoint store cannot be used: {error}")
-        return Durable()
-    notes += [f"passed over: {finding.name}: {finding.text}" for finding in seen.damaged]
-    if not urlsplit(url).scheme and not _may_write(Path(url)):
-        obstacles.append(f"no right to write checkpoints to {url}")
-    return Durable().told_of(manifest.snapshot for manifest in seen.manifests)
+class _Found:
+    """What is said of the store, and of every node's memory beside it, by those who judge a run."""
+
+    def __init__(self) -> None:
+        self.obstacles: list[str] = []
+        self.notes: list[str] = []
+        self._job_of: dict[SnapshotId, str] = {}  # of checkpoints of other jobs
+
+    def look_into_store(
+        self, checkpoints: CheckpointSettings, job_id: JobId | None, memories: list[Memory]
+    ) -> Durable:
+        url = checkpoints.url
+        try:
+            store = open_store(url)
+            StoreOwner(store, job_id).wait_until_free()
+            seen = survey(store)
+        except StoreTaken as error:
+            self.obstacles.append(str(error))
+            return Durable()
+        except (OSError, OperatingError) as error:
+            self.obstacles.append(f"the checkpoint store cannot be used: {error}")
+            return Durable()
+        if not urlsplit(url).scheme and not _may_write(Path(url)):
+            self.obstacles.append(f"no right to write checkpoints to {url}")
+        self._job_of = {m.snapshot: m.job_id for m in seen.manifests if m.job_id != job_id}
+        self.add(judge(url, seen, m, is_strict=checkpoints.is_strict) for m in memories)
+        return Durable().told_of(manifest.snapshot for manifest in seen.manifests)
+
+    def add(self, answers: Iterable[CheckpointsListed | StoreUnusable | None]) -> None:
+        """Nodes that say the same are heard once."""
+        for answer in answers:
+            match answer:
+                case StoreUnusable(reason) if reason not in self.obstacles:
+                    self.obstacles.append(reason)
+                case CheckpointsListed(problems=problems):
+                    texts = [f"passed over: {problem}" for problem in problems]
+                    self.notes += [text for text in texts if text not in self.notes]
+
+    def checkpoint_words(self, source: SnapshotId) -> str:
+        name = checkpoint_name(source.step, source.generation)
+        words = f"step {source.step}, from the checkpoint {name}"
+        return f"{words} of job {self._job_of[source]}" if source in self._job_of else words
 
 
 def _may_write(directory: Path) -> bool:
@@ -134,19 +173,31 @@ def _may_write(directory: Path) -> bool:
     return os.access(there, os.W_OK | os.X_OK)
 
 
+def _job_id(config: JobConfig, job_dir: Path | None) -> JobId | None:
+    """What a run would be called; None: it would make a name."""
+    there = None if job_dir is None else read_job_id(job_dir)
+    return there or (JobId(config.job_id) if config.job_id else None)
+
+
 def _slots_directory(config: JobConfig, job_dir: Path | None) -> Path | None:
-    job_id = None if job_dir is None else read_job_id(job_dir)
-    if job_id is None:
-        return None
-    return job_slots(config.memory_dir, job_id)
+    job_id = _job_id(config, job_dir)
+    return None if job_id is None else job_slots(config.memory_dir, job_id)
 
 
-def _slots_of(config: JobConfig, slots_dir: Path | None, rank: Rank) -> list[SealedSlot]:
+def _memory_of(config: JobConfig, slots_dir: Path | None, node: int) -> Memory:
     if slots_dir is None:
-        return []
-    node = node_of(rank, config.nproc_per_node)
-    directory = slots_dir / f"node-{node}" / f"rank-{rank}"
-    return sealed_slots(directory) if directory.is_dir() else []
+        return NO_MEMORY
+    return look(slots_dir / f"node-{node}", layout_words(config.world_size, config.nproc_per_node))
+
+
+def _said(memories: list[Memory]) -> list[str]:
+    return [memory.problem for memory in memories if memory.problem is not None]
+
+
+def _slots_of(config: JobConfig, memories: list[Memory], rank: Rank) -> list[SealedSlot]:
+    own = memories[node_of(rank, config.nproc_per_node)].own
+    directory = None if own is None else own / f"rank-{rank}"
+    return sealed_slots(directory) if directory is not None and directory.is_dir() else []
 
 
 def _claimed_bytes(slots_dir: Path | None) -> int:

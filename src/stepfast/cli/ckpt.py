@@ -1,10 +1,11 @@
-"""`stepfast ckpt`: look at checkpoints, check them, compare them, remove old ones.
+"""`stepfast ckpt`: look at checkpoints, check and compare them, remove old ones, import others'.
 
 Owns: which store and checkpoint a person means; words and tables. Does not own: the store's work
 (`checkpoint`).
 
-Invariants: only `prune` and `export` change anything. Exit codes: 0; 1 where `verify` found damage,
-`diff` a difference, or the store failed; 78 for a command that cannot work.
+Invariants: only `prune`, `export` and `import` change anything. Exit codes: 0; 1 where `verify`
+found damage, `diff` a difference, a source is damaged, or the store failed; 78 for a command that
+cannot work.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from typing import Any
 
 import msgspec
 
+import stepfast
 from stepfast.checkpoint.catalog import (
     Finding,
     Retention,
+    Survey,
     load_manifest,
     prune,
     survey,
     verify,
 )
 from stepfast.checkpoint.export import export_safetensors
+from stepfast.checkpoint.imported import Selection, import_checkpoint, open_source
+from stepfast.checkpoint.imported import choose as choose_tensors
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.manifest import (
     Manifest,
@@ -37,12 +42,14 @@ from stepfast.checkpoint.manifest import (
 )
 from stepfast.checkpoint.store import CheckpointStore, open_store
 from stepfast.checkpoint.whole import WholeCheckpoint, compare
-from stepfast.cli.tables import aligned, size_text
+from stepfast.cli.tables import aligned
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError, StateError
+from stepfast.observe.sizes import size_text
 
 JOB_FOLDER = "checkpoints"  # of a job directory
 _BAR_CHARS = 30
+_NAMES_SHOWN = 3
 
 
 def run_ckpt(options: argparse.Namespace) -> int:
@@ -54,6 +61,7 @@ def run_ckpt(options: argparse.Namespace) -> int:
         "diff": _diff,
         "prune": _prune,
         "export": _export,
+        "import": _import,
     }
     return commands[options.ckpt_command](options)
 
@@ -73,7 +81,12 @@ def locate(url: str) -> tuple[CheckpointStore, SnapshotId | None]:
     elif (path / JOB_FOLDER).is_dir():
         path /= JOB_FOLDER
     if not path.is_dir():
-        raise ConfigError(f"there is no directory {path}")
+        is_file = path.exists()
+        raise ConfigError(
+            f"{path} is a file; give a store, a job directory, or a checkpoint's directory"
+            if is_file
+            else f"there is no directory {path}"
+        )
     return open_store(path), snapshot
 
 
@@ -94,8 +107,8 @@ def choose(store: CheckpointStore, given: SnapshotId | None, step: str | None) -
 
 
 def _ls(options: argparse.Namespace) -> int:
-    store, _ = locate(options.url)
-    seen = survey(store)
+    store, given = locate(options.url)
+    seen = survey(store) if given is None else _alone(survey(store), given)
     if options.json:
         _say_json(
             {
@@ -122,6 +135,16 @@ def _ls(options: argparse.Namespace) -> int:
     for snapshot in seen.unfinished:
         _say(f"not committed: {checkpoint_name(snapshot.step, snapshot.generation)}")
     return EXIT_FINISHED
+
+
+def _alone(seen: Survey, snapshot: SnapshotId) -> Survey:
+    """What there is of one checkpoint."""
+    directory = checkpoint_name(snapshot.step, snapshot.generation)
+    return Survey(
+        manifests=tuple(m for m in seen.manifests if m.snapshot == snapshot),
+        damaged=tuple(f for f in seen.damaged if f.name.startswith(f"{directory}/")),
+        unfinished=tuple(s for s in seen.unfinished if s == snapshot),
+    )
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -221,6 +244,10 @@ def _prune(options: argparse.Namespace) -> int:
     if options.json:
         _say_json({"url": store.url, "dry_run": options.dry_run, "removed": names})
         return EXIT_FINISHED
+    rule = f"the newest {options.keep_last}"
+    if options.keep_every:
+        rule += f" and each at a multiple of {options.keep_every} steps"
+    _say(f"kept by the rule: {rule}")
     for name in names:
         _say(f"{'would remove' if options.dry_run else 'removed'} {name}")
     if not names:
@@ -261,6 +288,53 @@ def _export_by_torch(checkpoint: StoredCheckpoint, options: argparse.Namespace) 
     else:
         _say(f"{checkpoint.place}: {count} tensors in {target}")
     return EXIT_FINISHED
+
+
+def _import(options: argparse.Namespace) -> int:
+    if options.step < 0:
+        raise ConfigError(f"--step must be at least 0, not {options.step}")
+    selection = Selection(options.object, options.prefix, tuple(options.without))
+    source = open_source(Path(options.source))
+    chosen = choose_tensors(source, selection)
+    bar = _Bar("import")
+    store = _store_to_be(options.store)
+    manifest = import_checkpoint(
+        source,
+        chosen,
+        store,
+        tracked=selection.tracked,
+        step=options.step,
+        version=stepfast.__version__,
+        progress=bar.show,
+    )
+    bar.clear()
+    url = f"{store.url}/{manifest.name}"
+    if options.json:
+        count = len(manifest.tensors)
+        _say_json({"url": url, "tensors": count, "left_out": sorted(chosen.left_out)})
+        return EXIT_FINISHED
+    size = size_text(sum(tensor.size_bytes for _, tensor in chosen.tensors.values()))
+    _say(f"{source.place} ({source.kind}): {len(manifest.tensors)} tensors, {size}, in {url}")
+    if chosen.left_out:
+        shown = ", ".join(sorted(chosen.left_out)[:_NAMES_SHOWN])
+        more = "" if len(chosen.left_out) <= _NAMES_SHOWN else ", ..."
+        _say(f"left out: {len(chosen.left_out)} ({shown}{more})")
+    _say(
+        f"to start from it: stepfast run --checkpoints {store.url} SCRIPT; what the script tracks"
+        f" besides {selection.tracked} is named: --start-fresh optimizer"
+    )
+    return EXIT_FINISHED
+
+
+def _store_to_be(url: str) -> CheckpointStore:
+    """The store that `url` means, which need not be there yet."""
+    if parse_checkpoint_name(url.rstrip("/").rpartition("/")[2]) is not None:
+        raise ConfigError(f"{url} is a checkpoint; give the store that it is to be in, and --step")
+    store = open_store(url)
+    path = Path(store.url)
+    if "://" not in store.url and (path / JOB_FOLDER).is_dir():
+        return open_store(path / JOB_FOLDER)
+    return store
 
 
 class _Bar:

@@ -17,6 +17,7 @@ _JOB = (
     "nodes",
     "nproc_per_node",
     "job_dir",
+    "job_id",
     "summary",
     "recovery",
     "hang",
@@ -33,6 +34,7 @@ _JOB = (
     "checkpoint_bytes_per_s",
     "checkpoint_metadata",
     "on_damage",
+    "start_fresh",
     "device",
     "memory_dir",
     "preload",
@@ -69,7 +71,12 @@ examples:
   stepfast ckpt verify s3://bucket/run-7
   stepfast ckpt diff jobs/a jobs/b/checkpoints/step-000000050-gen-0001
   stepfast ckpt export jobs/a exported-model
+  stepfast ckpt import meta-llama/Llama-3.2-1B jobs/tuned/checkpoints
   stepfast ckpt prune jobs/a --keep-last 3 --keep-every 1000 --dry-run
+exit codes:
+  0   done
+  1   verify found damage, diff a difference, or the store or a checkpoint cannot be read
+  78  the command cannot work as it was given
 """
 
 
@@ -155,7 +162,7 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "List, check, compare and remove checkpoints."
+    text = "List, check, compare, export, import and remove checkpoints."
     ckpt = _command(commands, "ckpt", text, _CKPT_EXAMPLES)
     below = ckpt.add_subparsers(
         dest="ckpt_command", metavar="COMMAND", required=True, parser_class=_Parser
@@ -189,6 +196,35 @@ def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:
         default="safetensors",
         choices=("safetensors", "torch", "dcp"),
         help="files and an index, one file for torch.load, or torch's distributed checkpoint",
+    )
+    _add_import(below)
+
+
+def _add_import(below: argparse._SubParsersAction[_Parser]) -> None:
+    text = "Make a checkpoint of weights that others saved, for a run to start from."
+    importing = _add_ckpt_command(below, "import", text, has_url=False)
+    importing.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a directory of Hugging Face or of torch.distributed.checkpoint, or a file of"
+        " safetensors or torch.save",
+    )
+    importing.add_argument("store", metavar="STORE", help="where the checkpoint goes")
+    importing.add_argument("--step", type=int, default=0, help="the step it is of (default: 0)")
+    importing.add_argument(
+        "--object", default="model", metavar="NAME", help="what run.track calls it (default: model)"
+    )
+    importing.add_argument(
+        "--prefix",
+        metavar="TEXT",
+        help="take the tensors whose names begin with it, and take it off the names",
+    )
+    importing.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="leave out the tensors whose names then begin with it; may be repeated",
     )
 
 

@@ -8,6 +8,7 @@ code is the job's; an agent that dies is started again as the same node, as a co
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -19,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
+from stepfast.agent import memory
 from stepfast.agent.daemon import KEPT_MARK
 from stepfast.checkpoint.arena import job_slots
 from stepfast.cli.serve import SUMMARY_FILE, listen, new_job_dir
@@ -26,6 +28,7 @@ from stepfast.config import JobConfig
 from stepfast.core.durable import DRAIN_LIMIT_S
 from stepfast.core.terms import JobId
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
+from stepfast.health import limits
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.runtime.descendants import ProcessTable, try_signal
 from stepfast.runtime.lines import LineWriter
@@ -296,7 +299,7 @@ def _remove_slots(config: JobConfig, job_dir: Path) -> None:
     id_file = job_dir / "job-id"
     if id_file.exists():
         slots = job_slots(config.memory_dir, JobId(id_file.read_text().strip()))
-        if not (slots / KEPT_MARK).exists():
+        if not (slots / KEPT_MARK).exists() or memory.holds_nothing(slots):
             shutil.rmtree(slots, ignore_errors=True)
 
 
@@ -342,6 +345,10 @@ def _run(
     config: JobConfig, script: str, script_args: tuple[str, ...], check_of: str | None = None
 ) -> int:
     _check_memory_dir(Path(config.memory_dir))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    too_few = limits.too_few_files(soft, config.nproc_per_node, config.world_size)
+    if too_few is not None:
+        raise ConfigError(too_few)
     become_subreaper()
     cluster = _Cluster(config, script, script_args, check_of)
     for number in (signal.SIGINT, signal.SIGTERM):

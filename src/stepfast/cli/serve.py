@@ -16,8 +16,10 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import stepfast
+from stepfast.agent import memory
 from stepfast.agent.daemon import KEPT_MARK, Agent, Script
 from stepfast.checkpoint.arena import job_slots
 from stepfast.cli.check import Outlook, check_settings, look_ahead, obstacles, table
@@ -27,7 +29,6 @@ from stepfast.coordinator.journal import (
     History,
     Journal,
     is_held,
-    read_events,
     read_history,
 )
 from stepfast.coordinator.server import JobServer
@@ -95,13 +96,14 @@ def serve_coordinator(
     """
     outlook = None if check_of is None else _look_ahead(config, check_of)
     if outlook is not None:
-        config = replace(config, summary="")  # wherever it was set: a check leaves nothing
+        # Wherever they were set: a check leaves nothing, and is no part of the job.
+        config = replace(config, summary="", job_id="")
     clock = SystemClock()
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
     listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
-    journal = Journal(job_dir, clock)
+    journal = Journal(job_dir, clock, config.job_id)
     if not is_restarted:
-        _refuse_finished(journal.history, job_dir)
+        _refuse_finished(journal.history, job_dir, config)
     voice = _Voice(is_marked=is_marked)
     state = _first_state(config, journal, job_dir, clock.monotonic(), is_restarted=is_restarted)
     if outlook is not None:
@@ -154,7 +156,7 @@ async def _serve_job(
 def _keep_memory(slots: Path) -> None:
     """For a node of this machine whose agent cannot say it any more."""
     with contextlib.suppress(OSError):
-        if slots.is_dir():
+        if not memory.holds_nothing(slots):
             (slots / KEPT_MARK).touch(mode=0o600)
 
 
@@ -162,16 +164,19 @@ def _conclude(
     end: JobEnd | None, journal: Journal, voice: _Voice, config: JobConfig, *, is_check: bool
 ) -> int:
     """The summary, and the last words: traceback and one line of cause."""
+    summary = summarize(journal.events())
     journal.close()
-    summary = summarize(read_events(journal.directory / EVENTS_FILE))
-    write_summary(journal.directory / SUMMARY_FILE, summary)
-    if config.summary:
-        write_summary(Path(config.summary), summary)
+    places = [journal.directory / SUMMARY_FILE, *([Path(config.summary)] if config.summary else [])]
+    unwritten = [text for path in places if (text := _try_write_summary(path, summary)) is not None]
     if end is None:
         return 1
     for fault_text in _never_fired(config, journal.directory):
         voice.say(f"--fault {fault_text} never fired: its step or place was not reached")
-    if not is_check:  # which removes its own
+    if end.status == "stopped":
+        voice.say(f"job stopped at step {summary['steps']}")
+    if not (journal.directory / EVENTS_FILE).exists():
+        voice.say(f"{EVENTS_FILE} was removed from {journal.directory} while the job ran")
+    elif not is_check:  # which removes its own
         voice.say(f"records in {journal.directory}")
     if end.status == "failed":
         fault = end.fault
@@ -181,7 +186,18 @@ def _conclude(
             voice.say_last(fault.log_tail)
         where = f"rank {fault.rank}: " if fault is not None and fault.rank is not None else ""
         voice.say_last(f"stepfast: job failed: {where}{end.reason}")
-    return end.exit_code
+    for text in unwritten:
+        voice.say_last(f"stepfast: the job has {end.status}, but {text}")
+    return end.exit_code or (EXIT_TRY_AGAIN if unwritten else EXIT_FINISHED)
+
+
+def _try_write_summary(path: Path, summary: dict[str, Any]) -> str | None:
+    """Write it; why it could not be (the job directory was removed, the disk is full)."""
+    try:
+        write_summary(path, summary)
+    except OSError as error:
+        return f"its summary cannot be written to {path}: {error.strerror}"
+    return None
 
 
 def _never_fired(config: JobConfig, job_dir: Path) -> list[str]:
@@ -208,14 +224,18 @@ def _look_ahead(config: JobConfig, check_of: str) -> Outlook:
             text = f"the job directory {job_dir} belongs to a running job"
             raise ConfigError(f"{text}; choose another --job-dir")
         history = read_history(job_dir / EVENTS_FILE)
-        _refuse_finished(history, job_dir)
+        _refuse_finished(history, job_dir, config)
     place = job_dir if job_dir is not None else Path(new_job_dir()).resolve()
     return look_ahead(config, _checkpoint_settings(config, place), history, job_dir)
 
 
-def _refuse_finished(history: History, job_dir: Path) -> None:
-    if history.finished:
-        raise ConfigError(f"the job in {job_dir} has finished; choose another --job-dir")
+def _refuse_finished(history: History, job_dir: Path, config: JobConfig) -> None:
+    if not history.finished:
+        return
+    text = f"the job in {job_dir} has finished; choose another --job-dir"
+    if store := _checkpoint_settings(config, job_dir).url:
+        text += f"; with --checkpoints {store} and more steps that one goes on from here"
+    raise ConfigError(text)
 
 
 def _first_state(
@@ -274,6 +294,7 @@ def _checkpoint_settings(config: JobConfig, job_dir: Path) -> CheckpointSettings
         bytes_per_s_max=config.checkpoint_bytes_per_s,
         user=metadata_of(config),
         is_strict=config.on_damage == "stop",
+        start_fresh=config.start_fresh,
     )
 
 

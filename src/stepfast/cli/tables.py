@@ -1,11 +1,10 @@
-"""Lines and numbers for people: aligned columns, sizes.
+"""Lines for people: aligned columns, spans.
 
 Owns: how a terminal shows them. Does not own: what is shown.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 
@@ -16,14 +15,6 @@ def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
         (indent + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True))).rstrip()
         for row in rows
     ]
-
-
-def size_text(size_bytes: float) -> str:
-    """A number of bytes, in the unit that suits it."""
-    if size_bytes < 1024:
-        return f"{size_bytes:.0f} B"
-    power = min(4, int(math.log2(size_bytes)) // 10)
-    return f"{size_bytes / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 
 
 def span(values: Sequence[int], text: Callable[[int], str] = str) -> str:

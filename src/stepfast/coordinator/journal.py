@@ -30,6 +30,7 @@ from stepfast.events import (
     Recovered,
     StepLogged,
 )
+from stepfast.runtime.disk import open_own, write_own
 from stepfast.runtime.ports import Clock
 
 EVENTS_FILE = "events.jsonl"
@@ -53,17 +54,17 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 class Journal:
     """The open log of one job directory, held under its lock."""
 
-    def __init__(self, directory: Path, clock: Clock) -> None:
-        """Take the lock; raises ConfigError where another coordinator holds it."""
+    def __init__(self, directory: Path, clock: Clock, job_id: str = "") -> None:
+        """Take the lock; raises ConfigError where another coordinator holds it, or the directory is
+        that of a job with another id than the one that is given.
+        """
         self._clock = clock
         self.directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._lock = (directory / _LOCK_FILE).open("w")
+            self._lock = os.fdopen(open_own(directory / _LOCK_FILE, os.O_WRONLY), "wb")
         except OSError as error:
-            raise ConfigError(
-                f"cannot use the job directory {directory}: {error.strerror}"
-            ) from error
+            raise _unusable(directory, error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -71,9 +72,13 @@ class Journal:
             raise ConfigError(
                 f"the job directory {directory} belongs to a running job; choose another --job-dir"
             ) from None
-        self.job_id = self._read_or_make_id()
-        self.history = read_history(directory / EVENTS_FILE)
-        self._file: IO[bytes] = _open_log(directory / EVENTS_FILE)
+        try:
+            self.job_id = self._read_or_make_id(job_id)
+            self.history = read_history(directory / EVENTS_FILE)
+            self._file: IO[bytes] = _open_log(directory / EVENTS_FILE)
+        except OSError as error:
+            self._lock.close()
+            raise _unusable(directory, error) from error
 
     def append(self, event: Event, *, durable: bool) -> None:
         """Write one line; with `durable`, return only when it is on the disk."""
@@ -86,23 +91,37 @@ class Journal:
             if durable:
                 os.fdatasync(self._file.fileno())
         except OSError as error:
-            raise OperatingError(f"cannot write {EVENTS_FILE}: {error.strerror}") from error
+            path = self.directory / EVENTS_FILE
+            raise OperatingError(f"cannot write {path}: {error.strerror}") from error
+
+    def events(self) -> list[EventLine]:
+        """All of the log, also where somebody removed the file meanwhile."""
+        return read_events(Path(f"/proc/self/fd/{self._file.fileno()}"))
 
     def close(self) -> None:
         """Everything on the disk, the lock given back."""
         self._file.close()
         self._lock.close()
 
-    def _read_or_make_id(self) -> JobId:
+    def _read_or_make_id(self, given: str) -> JobId:
         path = self.directory / _ID_FILE
         if path.exists() and (text := path.read_text().strip()):
+            if given not in ("", text):
+                self._lock.close()
+                raise ConfigError(
+                    f"the job directory {self.directory} is that of job {text}, not of {given};"
+                    " choose another --job-dir, or leave --job-id out"
+                )
             return JobId(text)
         digest = hashlib.sha256(f"{self.directory.resolve()}{secrets.token_hex(8)}".encode())
-        job_id = JobId(digest.hexdigest()[:12])
-        temporary = path.with_suffix(".new")
-        temporary.write_text(f"{job_id}\n")
-        temporary.replace(path)
+        job_id = JobId(given or digest.hexdigest()[:12])
+        write_own(path, f"{job_id}\n".encode())
         return job_id
+
+
+def _unusable(directory: Path, error: OSError) -> ConfigError:
+    where = error.filename or directory
+    return ConfigError(f"cannot use the job directory {directory}: {where}: {error.strerror}")
 
 
 def is_held(directory: Path) -> bool:
@@ -132,7 +151,7 @@ def read_job_id(directory: Path) -> JobId | None:
 def _open_log(path: Path) -> IO[bytes]:
     """The log, ready for a whole line: one that a crash tore gets its end, and stays unreadable."""
     is_torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    file = path.open("ab")
+    file = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "ab")
     if is_torn:
         file.write(b"\n")
         file.flush()

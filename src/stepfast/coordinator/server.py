@@ -1,8 +1,9 @@
 """The coordinator's shell: one port, one WebSocket for each agent, one job machine.
 
 Owns: connections, the tick, the journal's pen, the console's words. Does not own: any decision
-(`core.job`). Invariants: only who shows the token becomes an agent; one connection for each node; a
-message that is not of the protocol closes the connection and changes nothing.
+(`core.job`). Invariants: who does not show the token gets no WebSocket; one connection for each
+node, which speaks for itself alone; a message that is not of the protocol closes the connection and
+changes nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from stepfast.coordinator.journal import Journal
+from stepfast.coordinator.strangers import Strangers
 from stepfast.core import job
 from stepfast.core.job_state import (
     FromNode,
@@ -31,23 +33,26 @@ from stepfast.core.job_state import (
     StopRequested,
     Tick,
 )
+from stepfast.core.membership import speaks_for
 from stepfast.core.messages import MESSAGE_BYTES_MAX, PROTOCOL_VERSION, FromCoordinator, Hello
 from stepfast.core.outputs import EndProcess, Output, Persist, Record, SendToNode
 from stepfast.core.terms import NodeId
-from stepfast.errors import OperatingError
+from stepfast.errors import OperatingError, StepfastError
 from stepfast.events import Event, JobOpened, Note
 from stepfast.observe.console import Progress, line_of
 from stepfast.runtime.driver import Driver
 from stepfast.runtime.ports import Clock
+from stepfast.runtime.transport import CLOSE_REFUSED
 from stepfast.runtime.wire import AGENT_TO_COORDINATOR, COORDINATOR_TO_AGENT
 
 _TICK_S = 0.02
 _OUTBOX_MESSAGES_MAX = 10_000  # a node that reads nothing for so long is cut off and joins again
-_HELLO_LIMIT_S = 10.0
+_ACCEPTED_AT_ONCE = 16  # then the loop has its turn, and strangers that are too many are ended
 _FLUSH_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 3.0
 _PROGRESS_INTERVAL_S = 0.5
-_CLOSE_REFUSED = 4003
+_CLOSE_REASON_BYTES_MAX = 120  # of 123 that a close frame has room for
+_STRANGER_TEXT_MAX = 300  # characters; a part of it is the stranger's own
 _STRANGERS_NOTED_MAX = 100  # enough to see who it is; more would fill the disk for nothing
 _BEATS_MISSED_MAX = 4  # an agent that missed so many heartbeats may be followed by another
 
@@ -89,6 +94,12 @@ class _Server(uvicorn.Server):
         """Leave signals alone."""
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Have the kernel hold more connections than are accepted at once."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(socket.SOMAXCONN)
+
 
 class JobServer:
     """Serves one job until it has ended."""
@@ -111,8 +122,10 @@ class JobServer:
         self._say_progress = say_progress
         self._progress = Progress()
         self._progress_at = 0.0
-        self._strangers = 0
+        self._refused = 0
+        self._strangers = Strangers(state.nodes)
         self._peers: dict[NodeId, _Peer] = {}
+        self._nproc = state.settings.nproc_per_node
         self._driver: Driver[JobState, JobInput] = Driver(job.step, state, self, clock)
         self._ended = asyncio.Event()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -137,7 +150,9 @@ class JobServer:
         self._write(opened, durable=True)
         config = uvicorn.Config(
             self.app,
-            log_level="warning",
+            log_level="critical",  # it tells of each request that is none; anybody can send them
+            backlog=_ACCEPTED_AT_ONCE,
+            http=self._strangers.protocol(),
             ws="websockets-sansio",
             lifespan="off",
             ws_max_size=MESSAGE_BYTES_MAX,
@@ -151,13 +166,15 @@ class JobServer:
         waits: set[asyncio.Future[Any]] = {serving, ticking, ended, self._fatal}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         ticking.cancel()
-        for task in (self._fatal, ticking, serving):
-            if task.done() and not ended.done():
-                task.result()  # raises what broke it
-        await self._flush()
-        server.should_exit = True
-        await asyncio.wait({serving}, timeout=_CLOSE_LIMIT_S)
-        self._fatal.cancel()
+        try:
+            for task in (self._fatal, ticking, serving):
+                if task.done() and not ended.done():
+                    task.result()  # raises what broke it
+            await self._flush()
+        finally:
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=_CLOSE_LIMIT_S)
+            self._fatal.cancel()
 
     async def _tick(self) -> None:
         while True:
@@ -184,23 +201,31 @@ class JobServer:
         return hmac.compare_digest(shown.encode(), self._token.encode())
 
     async def _agent(self, websocket: WebSocket) -> None:
-        await websocket.accept()
         if not self._is_admitted(websocket):
             self._note_stranger("a connection with a wrong or missing token was refused")
-            await websocket.close(_CLOSE_REFUSED, "wrong or missing token")
+            await self._close(websocket, "")  # before it is accepted: an HTTP 403
             return
         try:
-            hello = await asyncio.wait_for(self._hello(websocket), _HELLO_LIMIT_S)
-        except (OperatingError, TimeoutError, WebSocketDisconnect, KeyError) as error:
-            self._note_stranger(f"no hello of this protocol: {error}")
-            with suppress(RuntimeError, WebSocketDisconnect):
-                await websocket.close(_CLOSE_REFUSED, "no hello of this protocol")
+            await websocket.accept()
+            hello = await self._hello(websocket)  # waited for as long as a stranger may stay
+        except (OperatingError, WebSocketDisconnect, RuntimeError, KeyError) as error:
+            await self._refuse(websocket, f"no hello of this protocol: {error}")
             return
         if (refusal := self._refusal(hello)) is not None:
-            self._note_stranger(refusal)
-            await websocket.close(_CLOSE_REFUSED, refusal[:120])
+            await self._refuse(websocket, refusal)
             return
+        assert websocket.client is not None, "a connection over TCP has another end"
+        self._strangers.admit((websocket.client.host, websocket.client.port))
         await self._serve_agent(websocket, hello)
+
+    async def _refuse(self, websocket: WebSocket, reason: str) -> None:
+        self._note_stranger(reason)
+        text = reason.encode()[:_CLOSE_REASON_BYTES_MAX].decode(errors="ignore")
+        await self._close(websocket, text)
+
+    async def _close(self, websocket: WebSocket, reason: str) -> None:
+        with suppress(RuntimeError, WebSocketDisconnect):  # it may be gone already
+            await websocket.close(CLOSE_REFUSED, reason)
 
     async def _hello(self, websocket: WebSocket) -> Hello:
         message = AGENT_TO_COORDINATOR.decode(await websocket.receive_bytes())
@@ -232,12 +257,15 @@ class JobServer:
         peer = _Peer(websocket)
         self._peers[node] = peer
         writing = asyncio.create_task(peer.write())
-        self._feed(FromNode(node, hello))
-        reason = await self._listen(node, peer, writing)
-        writing.cancel()
-        del self._peers[node]
-        peer.is_over.set()
-        self._feed(NodeConnectionLost(node, reason))
+        reason = "its connection broke"
+        try:
+            self._feed(FromNode(node, hello))
+            reason = await self._listen(node, peer, writing)
+        finally:  # whatever it was: a node that is not let go of could never come back
+            writing.cancel()
+            del self._peers[node]
+            peer.is_over.set()
+            self._feed(NodeConnectionLost(node, reason))
 
     async def _listen(self, node: NodeId, peer: _Peer, writing: asyncio.Task[None]) -> str:
         """Take a node's messages in until its connection ends; why it ended."""
@@ -246,23 +274,28 @@ class JobServer:
                 message = AGENT_TO_COORDINATOR.decode(await peer.receive())
             except OperatingError as error:
                 return str(error)
+            except RuntimeError:  # starlette's word for one that ended while it was written to
+                break
             except (WebSocketDisconnect, KeyError) as error:
                 # KeyError: starlette's word for a text frame.
                 return f"the connection ended ({error})" if str(error) else "the connection ended"
-            if isinstance(message, Hello) or getattr(message, "node", node) != node:
+            if isinstance(message, Hello) or not speaks_for(node, message, self._nproc):
                 return "it spoke for another node"
             self._feed(FromNode(node, message))
         return "it could not be written to"
 
     def _feed(self, given: JobInput) -> None:
         """One step. What fails here (a full disk, a broken invariant) ends this process, not a
-        peer.
+        peer; from then on nothing more is decided.
         """
+        if self._fatal.done():
+            return
         try:
             self._driver.feed(given)
+        except StepfastError as error:
+            self._fatal.set_exception(error)  # one line, said by the process's end
         except BaseException as error:
-            if not self._fatal.done():
-                self._fatal.set_exception(error)
+            self._fatal.set_exception(error)
             raise
 
     # --- the machine's hands ---------------------------------------------------------------------
@@ -293,9 +326,9 @@ class JobServer:
 
     def _note_stranger(self, text: str) -> None:
         """Anybody can knock, so the log has room for the first ones only."""
-        self._strangers += 1
-        if self._strangers <= _STRANGERS_NOTED_MAX:
-            self._note("stranger", text)
+        self._refused += 1
+        if self._refused <= _STRANGERS_NOTED_MAX:
+            self._note("stranger", text[:_STRANGER_TEXT_MAX])
 
     def _note(self, topic: str, text: str) -> None:
         self._write(Note(topic=topic, text=text), durable=False)

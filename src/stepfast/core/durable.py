@@ -15,15 +15,19 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from stepfast.core.recovery import Lineage, RestorePlan, choose_step
-from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
+from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 
-CHECKPOINT_LIMIT_S = 3600.0  # writing or committing one may take so long; then it has failed
+# To commit one may take so long, and ranks may be so far apart with writing an announced one. Then
+# it has failed, and the next is due.
+COMMIT_LIMIT_S = 900.0
+GATHERING_LIMIT_S = 3600.0
 # A job that ends may take so long to make its newest state durable: below the two minutes that a
 # spot instance is told beforehand.
 DRAIN_LIMIT_S = 90.0
 _UNFINISHED_MAX = 4  # so many checkpoints are gathered at once; the oldest gives way
 _FAILURES_MAX = 16  # the newest reasons are remembered
 _COMMITTED_MAX = 256  # more than any retention keeps within reach of a restart
+_REMOVED_MAX = 1024  # a node may name so many for longer than they are there
 
 
 class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +58,7 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s_max: float | None = None  # of each rank; None: as fast as the store takes it
     user: dict[str, str] = {}  # what the user wants to be in the manifest
     is_strict: bool = False  # a damaged checkpoint ends the job instead of an older one being used
+    start_fresh: tuple[str, ...] = ()  # names of what a checkpoint may lack
 
     def is_due(self, step: Step) -> bool:
         """Whether the step is one of those that every rank makes durable by itself."""
@@ -84,19 +89,28 @@ class Durable:
     """What the job knows of its checkpoints."""
 
     committed: frozenset[SnapshotId] = frozenset()
+    below: Generation = NO_GENERATION  # the newest in which another job may have written
+    removed: frozenset[SnapshotId] = frozenset()  # by the retention; nodes may name them still
     rejected: frozenset[SnapshotId] = frozenset()  # found damaged when they were to be loaded
     shards: Mapping[SnapshotId, Mapping[int, ShardFile]] = field(default_factory=dict)
     failed: Mapping[SnapshotId, str] = field(default_factory=dict)
     commit: Commit | None = None
     announced: Announcement = Announcement()
+    skips: int = 0  # due steps that were skipped since the last commit
+    # Where skips had set ranks apart, from this step on they go on together; so often since then.
+    together: SnapshotId = SnapshotId(Generation(0), Step(-1))
+    rounds: int = 0
 
-    def told_of(self, committed: Iterable[SnapshotId]) -> Durable:
-        """What a node found in the store."""
-        return replace(self, committed=_newest(self.committed.union(committed)))
+    def told_of(
+        self, committed: Iterable[SnapshotId], below: Generation = NO_GENERATION
+    ) -> Durable:
+        """What a node found in the store, some time ago."""
+        there = _newest(self.committed.union(committed) - self.removed, _COMMITTED_MAX)
+        return replace(self, committed=there, below=max(self.below, below))
 
     def written(self, checkpoint: SnapshotId, shard: ShardFile) -> Durable:
         """One more shard."""
-        if checkpoint in self.committed:
+        if checkpoint in self.committed or checkpoint in self.failed:
             return self
         known = {**self.shards.get(checkpoint, {}), shard.rank: shard}
         shards = {**self.shards, checkpoint: known}
@@ -113,6 +127,17 @@ class Durable:
             commit = None
         return replace(self, failed={c: failed[c] for c in kept}, shards=shards, commit=commit)
 
+    def skipped(self) -> Durable:
+        """One more due step was skipped for an earlier one that takes long."""
+        return replace(self, skips=self.skips + 1)
+
+    def awaits(self, generation: Generation) -> SnapshotId | None:
+        """The announced checkpoint, while it is neither committed nor given up."""
+        told = SnapshotId(generation, self.announced.step)
+        if self.announced.step < 0 or self.announced.generation != generation:
+            return None
+        return None if told in self.committed or told in self.failed else told
+
     def begun_again(self, step: Step) -> Durable:
         """The step is written once more: earlier failures count no more."""
         failed = {c: reason for c, reason in self.failed.items() if c.step != step}
@@ -122,14 +147,26 @@ class Durable:
         """Why the step will not be durable, where that is known."""
         return next((reason for c, reason in sorted(self.failed.items()) if c.step == step), None)
 
-    def done(self, checkpoint: SnapshotId) -> Durable:
-        """It is committed: what was being gathered of older ones is of no use any more."""
+    def done(self, checkpoint: SnapshotId, removed: Iterable[SnapshotId] = ()) -> Durable:
+        """It is committed: what was being gathered of older ones is of no use any more. `removed`
+        went for it, and is never chosen.
+        """
         shards = {c: s for c, s in self.shards.items() if c > checkpoint}
         commit = self.commit
         if commit is not None and commit.checkpoint <= checkpoint:
             commit = None
-        committed = _newest(self.committed | {checkpoint})
-        return replace(self, committed=committed, shards=shards, commit=commit)
+        gone = self.removed.union(removed)
+        committed = _newest((self.committed | {checkpoint}) - gone, _COMMITTED_MAX)
+        return replace(
+            self,
+            committed=committed,
+            removed=_newest(gone, _REMOVED_MAX),
+            rejected=self.rejected - gone,
+            skips=0,
+            rounds=0,
+            shards=shards,
+            commit=commit,
+        )
 
     def refused(self, checkpoint: SnapshotId) -> Durable:
         """It was read and is damaged."""
@@ -152,8 +189,8 @@ class Durable:
 
     @property
     def newest_generation(self) -> Generation:
-        """No generation of the job may have a number that a checkpoint in the store has."""
-        return max((c.generation for c in self.committed), default=Generation(0))
+        """No generation of the job may have a number that one of another job in the store has."""
+        return max((self.below, *(c.generation for c in self.committed)))
 
 
 def choose_source(
@@ -179,5 +216,5 @@ def would_start_over(
     return steps_max > 0 or max(steps, default=Step(0)) > 0
 
 
-def _newest(checkpoints: Iterable[SnapshotId]) -> frozenset[SnapshotId]:
-    return frozenset(sorted(checkpoints)[-_COMMITTED_MAX:])
+def _newest(checkpoints: Iterable[SnapshotId], count: int) -> frozenset[SnapshotId]:
+    return frozenset(sorted(checkpoints)[-count:])

@@ -33,14 +33,16 @@ class FaultKind(StrEnum):
 
 
 class ErrorClass(StrEnum):
-    """Whose an exception is. Only `USER` can ever mean that the job's code is at fault."""
+    """Whose an exception is. Only `USER` and `STATE` can mean that the job will fail again."""
 
     USER = "user"
     COLLECTIVE = "collective"
     DEVICE = "device"
     MEMORY = "memory"
     IO = "io"
+    ROOM = "room"  # the node's memory is too small for the snapshots
     CHECKPOINT = "checkpoint"  # a committed checkpoint is damaged: another one may be whole
+    STATE = "state"  # state that cannot be read, or does not fit what the script tracks
 
 
 class ExceptionReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,6 +89,14 @@ class Incident:
         count = len(self.faults)
         return replace(self, decided_faults=count, first_round=self.first_round or count)
 
+    def opened(self, generation: Generation, *, kept_model: bool) -> Incident:
+        """A generation opens. Who resumed in an older one, and says so again to a coordinator that
+        came back, has not resumed in this one.
+        """
+        return replace(
+            self, opened_generation=generation, kept_model=kept_model, resumed={}, stepped={}
+        )
+
     @property
     def only_collateral(self) -> bool:
         """Whether no root cause is known yet for the faults that came since the last decision."""

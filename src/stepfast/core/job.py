@@ -112,7 +112,7 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
         case Heartbeat():
             _heartbeat(turn, message)
         case ShardWritten() | CheckpointFailed() | CheckpointMissed() | CommitDone():
-            _checkpoint(turn, message)
+            _checkpoint(turn, node, message)
         case StoreRefused():
             job_durable.refused(turn, message)
         case Noted():
@@ -126,7 +126,9 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
 
 
 def _checkpoint(
-    turn: Turn, message: ShardWritten | CheckpointFailed | CheckpointMissed | CommitDone
+    turn: Turn,
+    node: NodeId,
+    message: ShardWritten | CheckpointFailed | CheckpointMissed | CommitDone,
 ) -> None:
     match message:
         case ShardWritten():
@@ -136,7 +138,7 @@ def _checkpoint(
         case CheckpointMissed():
             job_durable.missed(turn, message)
         case CommitDone():
-            job_durable.committed(turn, message)
+            job_durable.committed(turn, node, message)
 
 
 def _hello(turn: Turn, hello: Hello) -> None:
@@ -175,8 +177,9 @@ def _admit(turn: Turn, node: NodeId, *, host: str, pid: int) -> None:
 
 def _node_report(turn: Turn, report: NodeReport) -> None:
     turn.update(membership=turn.state.membership.reported(report))
-    if report.checkpoints:
-        turn.update(durable=turn.state.durable.told_of(report.checkpoints))
+    if report.checkpoints or report.store_below:
+        durable = turn.state.durable.told_of(report.checkpoints or (), report.store_below)
+        turn.update(durable=durable)
     incident = turn.state.incident
     if incident is not None and turn.state.phase is Phase.RECOVERING:
         for rank_report in report.ranks:
@@ -236,10 +239,7 @@ def _heartbeat(turn: Turn, beat: Heartbeat) -> None:
     steps = {**state.steps, **beat.steps}
     turn.update(steps=steps)
     if len(steps) == state.settings.world_size:
-        reached = min(steps.values())
-        if reached > state.steps_max:
-            budget = state.budget.refilled(turn.now, new_steps=reached - state.steps_max)
-            turn.update(steps_max=reached, budget=budget)
+        turn.completed(min(steps.values()))
     for logged in beat.logged:
         if logged.step > turn.state.logged_max:
             turn.update(logged_max=logged.step)

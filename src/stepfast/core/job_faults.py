@@ -99,7 +99,10 @@ def _end_of_a_beginner(turn: Turn, fault: Fault) -> None:
 
 
 def _ends_before_start(fault: Fault) -> bool:
-    return fault.kind is FaultKind.EXCEPTION and not is_collateral(fault)
+    """An exception of the script itself. One of a generation, told to a coordinator that came back,
+    is a fault of that generation, which everybody has to leave.
+    """
+    return fault.kind is FaultKind.EXCEPTION and fault.generation == NO_GENERATION
 
 
 def _is_known(state: JobState, fault: Fault) -> bool:
@@ -309,9 +312,11 @@ def _note_times(turn: Turn) -> None:
 
 def _decide_and_act(turn: Turn, incident: Incident) -> bool:
     """Decide once for each new fault; True if the generation may open now."""
-    state = turn.state
     if incident.decided_faults == len(incident.faults):
         return True
+    if len(incident.reached_by_rank) == turn.state.settings.world_size:
+        turn.completed(incident.reached)  # before this fault is counted as one more of the same
+    state = turn.state
     chief = incident.undecided_chief
     budget = state.budget.refilled(turn.now).spent()
     repeat = state.repeat.after(chief)

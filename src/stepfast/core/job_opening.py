@@ -6,8 +6,6 @@ Invariants: opened only when every rank is out of the older generation; persiste
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from stepfast.core.durable import choose_source, would_start_over
@@ -23,7 +21,7 @@ from stepfast.core.messages import (
     StartGeneration,
 )
 from stepfast.core.recovery import RestorePlan
-from stepfast.core.terms import NOTHING_HELD, Generation, Rank, SnapshotId
+from stepfast.core.terms import NOTHING_HELD, Generation, Rank, SnapshotId, Step
 from stepfast.errors import EXIT_USER_ERROR
 from stepfast.events import (
     GenerationOpened,
@@ -52,6 +50,8 @@ def open_generation(turn: Turn) -> None:
     source = choose_source(held, state.lineage, state.durable)
     plan = source if isinstance(source, RestorePlan) else None
     stored = None if isinstance(source, RestorePlan) else source
+    if source is None and state.durable.commit is not None:
+        return  # a checkpoint is being committed: its end, good or bad, brings us back
     if source is None and would_start_over(held, state.lineage, state.durable, state.steps_max):
         steps = {rank: [s.step for s in snapshots] for rank, snapshots in held.items()}
         turn.end(
@@ -73,13 +73,15 @@ def open_generation(turn: Turn) -> None:
     resumed_from = NOTHING_HELD if start.step is None else start.step
     incident = state.incident
     if incident is not None:
-        incident = replace(incident, opened_generation=generation, kept_model=keep)
+        incident = incident.opened(generation, kept_model=keep)
     turn.update(
         phase=Phase.STARTING,
         generation=generation,
         lineage=state.lineage.opened(generation, resumed_from),
         membership=state.membership.store_taken(store),
         incident=incident,
+        # What is gone on from is no progress: the job, or another one before it, had it already.
+        steps_max=max(state.steps_max, start.step or Step(0)),
         start=start,
         resumed={},
         steps={},

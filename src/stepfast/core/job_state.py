@@ -87,7 +87,8 @@ class JobState:
     steps: Mapping[Rank, Step] = field(default_factory=dict)
     start: StartGeneration | None = None  # what the nodes were told of the present generation
     resumed: Mapping[Rank, Step] = field(default_factory=dict)  # in the present generation
-    steps_max: Step = Step(0)  # the newest step that all ranks ever completed
+    steps_max: Step = Step(0)  # the newest step that all ranks ever completed, in any run
+    has_progressed: bool = False  # this run has completed a step that the job never had before
     logged_max: Step = Step(-1)
     hang_step: Step | None = None
     hang_count: int = 0

@@ -48,6 +48,14 @@ class Turn:
         """Add an event that must be durable before this step's messages leave."""
         self.emit(Persist(event))
 
+    def completed(self, reached: Step) -> None:
+        """Every rank has completed `reached`: progress, if the job never had before."""
+        new_steps = reached - self.state.steps_max
+        if new_steps > 0:
+            budget = self.state.budget.refilled(self.now, new_steps=new_steps)
+            repeat = self.state.repeat.passed(reached)
+            self.update(steps_max=reached, budget=budget, repeat=repeat, has_progressed=True)
+
     def finish_message(self) -> FinishJob:
         """What nodes are told of the end."""
         end = self.state.end
@@ -87,6 +95,7 @@ class Turn:
             deadline=deadline,
             fault=fault,
             drain=drain,
+            keep_memory=status == "failed" and _holds_earlier_state(self.state),
         )
         self.update(end=end, phase=Phase.ENDING)
         self._persist_what_was_recorded()  # or it would stand behind the end in the journal
@@ -133,6 +142,16 @@ class Turn:
         """Every rank returned."""
         steps = max((r.step for r in self.state.returned.values()), default=Step(0))
         self.end("finished", EXIT_FINISHED, f"finished at step {steps}")
+
+
+def _holds_earlier_state(state: JobState) -> bool:
+    """Whether slots alone hold what an earlier run left, and this one added nothing to it: a
+    mistake in the script must not cost what it could not even read.
+    """
+    if state.settings.checkpoints.url or state.generation == NO_GENERATION or state.has_progressed:
+        return False
+    start = state.start
+    return start is None or (start.checkpoint is None and (start.step or 0) > 0)
 
 
 def final_digest(returned: Iterable[RankReturned]) -> str:

@@ -10,7 +10,18 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from stepfast.core.messages import NodeReport, RankReport, RankState
+from stepfast.core.messages import (
+    Bye,
+    EvidenceGiven,
+    FaultReported,
+    FromAgent,
+    Heartbeat,
+    NodeReport,
+    RankReport,
+    RankState,
+    ShardWritten,
+)
+from stepfast.core.placement import ranks_of
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank
 
 
@@ -108,3 +119,25 @@ def is_ready_to_start(report: RankReport, left: Generation) -> bool:
 def is_fresh(report: RankReport) -> bool:
     """Whether the process has not been in any generation."""
     return report.generation == NO_GENERATION
+
+
+def speaks_for(node: NodeId, message: FromAgent, nproc_per_node: int) -> bool:
+    """Whether an agent says something of its own node and ranks alone."""
+    spoken_of: Collection[int | None]
+    match message:
+        case NodeReport():
+            spoken_of = [report.rank for report in message.ranks]
+        case EvidenceGiven():
+            spoken_of = [evidence.rank for evidence in message.evidence]
+        case FaultReported():
+            spoken_of = [message.fault.rank]
+        case ShardWritten():
+            spoken_of = [message.shard.rank]
+        case Heartbeat():
+            spoken_of = list(message.steps)
+        case Bye():
+            spoken_of = list(message.failed)
+        case _:
+            spoken_of = [getattr(message, "rank", None)]
+    is_its_own = getattr(message, "node", node) == node
+    return is_its_own and {*spoken_of} - {None} <= {*ranks_of(node, nproc_per_node)}

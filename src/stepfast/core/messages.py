@@ -13,7 +13,16 @@ import msgspec
 
 from stepfast.core.durable import CheckpointSettings, ShardFile
 from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
-from stepfast.core.terms import Generation, JobId, NodeId, Rank, SnapshotId, Step
+from stepfast.core.terms import (
+    NO_GENERATION,
+    Generation,
+    JobId,
+    NodeId,
+    Rank,
+    SnapshotId,
+    Step,
+)
+from stepfast.errors import EXIT_TRY_AGAIN
 
 PROTOCOL_VERSION = 1
 AFTER_FINISH_LIMIT_S = 3600.0  # code behind the resilient function: a last export may take long
@@ -103,6 +112,7 @@ class NodeReport(_Message, frozen=True, kw_only=True):
     store_port: int | None  # an unused store, ready for the next generation
     # Committed ones in the checkpoint store, as far as this node knows; None: not listed yet.
     checkpoints: tuple[SnapshotId, ...] | None = ()
+    store_below: Generation = NO_GENERATION  # the newest that another job may have written there
 
 
 class FaultReported(_Message, frozen=True, kw_only=True):
@@ -225,6 +235,7 @@ class CheckpointFailed(_Message, frozen=True, kw_only=True):
     checkpoint: SnapshotId
     rank: Rank | None
     reason: str
+    is_skip: bool = False  # not begun: the one before is still being written there
 
 
 class CheckpointMissed(_Message, frozen=True, kw_only=True):
@@ -234,19 +245,24 @@ class CheckpointMissed(_Message, frozen=True, kw_only=True):
 
 
 class CommitDone(_Message, frozen=True, kw_only=True):
-    """The manifest is in the store."""
+    """The manifest is in the store; what need not be kept beside it was `removed`, and what
+    `vanished` was removed by somebody else, or the store is another one by now.
+    """
 
     checkpoint: SnapshotId
     name: str
     size_bytes: int
     seconds: float
+    removed: tuple[SnapshotId, ...] = ()
+    vanished: tuple[SnapshotId, ...] = ()
 
 
 class StoreRefused(_Message, frozen=True, kw_only=True):
-    """The checkpoint store cannot be used from this node."""
+    """No job may begin with the checkpoint store as it is; one that does ends with `exit_code`."""
 
     node: NodeId
     reason: str
+    exit_code: int = EXIT_TRY_AGAIN
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True):
@@ -338,6 +354,25 @@ class CommitCheckpoint(_Message, frozen=True, kw_only=True):
     shards: tuple[ShardFile, ...]
 
 
+class CancelCheckpoint(_Message, frozen=True, kw_only=True):
+    """It will never be whole: nobody writes it or keeps a slot for it.
+
+    Where ranks took different steps, `not_before` brings them together again: in the checkpoint's
+    generation no earlier step is due by its number.
+    """
+
+    checkpoint: SnapshotId
+    not_before: Step
+
+
+class CheckpointsHeld(_Message, frozen=True, kw_only=True):
+    """What the store holds now, for every node but the one that changed it: a coordinator that
+    comes back hears it from them.
+    """
+
+    checkpoints: tuple[SnapshotId, ...]
+
+
 class PersistSlots(_Message, frozen=True, kw_only=True):
     """The ranks are no more: make the state that these slots hold durable."""
 
@@ -405,6 +440,14 @@ class RankSealed(_Message, frozen=True, kw_only=True):
     """The slot of a step that is to be made durable is sealed, and kept until it is."""
 
     snapshot: SnapshotId
+
+
+class RankSkipped(_Message, frozen=True, kw_only=True):
+    """A step that was due is not kept for being made durable."""
+
+    snapshot: SnapshotId
+    reason: str
+    is_late: bool = False  # the word came when the step was over
 
 
 class RankLogged(_Message, frozen=True, kw_only=True):
@@ -479,6 +522,13 @@ class RankUnpin(_Message, frozen=True, kw_only=True):
     snapshot: SnapshotId
 
 
+class RankCancel(_Message, frozen=True, kw_only=True):
+    """Do not keep this slot; no step before `not_before` is due by its number."""
+
+    snapshot: SnapshotId
+    not_before: Step
+
+
 class RankProbe(_Message, frozen=True, kw_only=True):
     """Where are you?"""
 
@@ -511,6 +561,8 @@ FromCoordinator = (
     | ProbeRanks
     | CheckpointAt
     | CommitCheckpoint
+    | CancelCheckpoint
+    | CheckpointsHeld
     | PersistSlots
     | FinishJob
 )
@@ -526,8 +578,10 @@ FromRank = (
     | RankChecked
     | RankReturned
     | RankSealed
+    | RankSkipped
     | RankLogged
     | RankNoted
     | ProbeAnswer
 )
-ToRank = RankStart | RankLeave | RankFinish | RankProbe | RankCheckpointAt | RankUnpin
+AboutPins = RankCheckpointAt | RankUnpin | RankCancel
+ToRank = RankStart | RankLeave | RankFinish | RankProbe | AboutPins

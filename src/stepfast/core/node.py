@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from stepfast.core import node_durable, node_ranks, node_watch
+from stepfast.core import node_durable, node_ranks, node_watch, node_writes
 from stepfast.core.faults import (
     Fault,
     FaultKind,
@@ -19,7 +19,9 @@ from stepfast.core.messages import (
     AFTER_FINISH_LIMIT_S,
     PROTOCOL_VERSION,
     Bye,
+    CancelCheckpoint,
     CheckpointAt,
+    CheckpointsHeld,
     CommitCheckpoint,
     FaultReported,
     FinishJob,
@@ -111,7 +113,8 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
         case NodeStopRequested(reason):
             turn.note("stop", reason)
             _finish(turn, _leave(turn, reason))
-        case NodeTick(stopped):
+        case NodeTick(stopped, writes):
+            node_writes.heard_of(turn, writes)
             _tick(turn, stopped)
     turn.tell_report_if_changed()
     _end_if_done(turn)
@@ -136,9 +139,9 @@ def _from_store(
         case StoreUnusable():
             node_durable.store_unusable(turn, given)
         case SlotWritten():
-            node_durable.slot_written(turn, given)
+            node_writes.slot_written(turn, given)
         case SlotNotWritten():
-            node_durable.slot_not_written(turn, given)
+            node_writes.slot_not_written(turn, given)
         case CommitEnded():
             node_durable.commit_ended(turn, given)
 
@@ -163,8 +166,12 @@ def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]
             node_durable.checkpoint_at(turn, message)
         case CommitCheckpoint():
             node_durable.commit(turn, message)
+        case CancelCheckpoint():
+            node_writes.cancel(turn, message)
+        case CheckpointsHeld():
+            node_durable.held(turn, message)
         case PersistSlots():
-            node_durable.persist(turn, message)
+            node_writes.persist(turn, message)
         case FinishJob():
             turn.update(is_job_over=True)
             _finish(turn, message)
@@ -289,7 +296,7 @@ def _rank_start(state: NodeState, order: StartGeneration, rank: Rank, index: int
         log_path=f"{state.log_root}/rank-{rank}-gen-{order.generation}.log",
         settings=settings,
         checkpoint=order.checkpoint,
-        pinned=tuple(w.checkpoint for w in state.ranks[rank].in_flight),
+        pinned=state.ranks[rank].in_flight,
     )
 
 
@@ -347,7 +354,7 @@ def _tick(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
         _start_overdue(turn)
     elif state.finish_deadline is not None and turn.now > state.finish_deadline:
         _kill_all(turn)
-    node_durable.overdue(turn)
+    node_writes.overdue(turn)
 
 
 def _leave_overdue(turn: NodeTurn, stopped: frozenset[Rank]) -> None:

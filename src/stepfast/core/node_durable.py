@@ -1,44 +1,34 @@
-"""The node's part in durable checkpoints: slots that are being written to the store, commits that
-it was asked for.
+"""The node's part in durable checkpoints: what the store holds, announced steps, commits.
 
-Works on a `NodeTurn` of the node's machine (`core.node`). Owns: which slot of a rank is written,
-one at a time; what the coordinator is told of it, and told again.
-Does not own: bytes and threads (`agent.durable`).
-Invariant: a slot that is being written is pinned: its rank's process, and the one after it, keep
-it.
+Works on a `NodeTurn` of the node's machine (`core.node`). Owns: what the coordinator is told of
+them, and told again. Does not own: the writes (`core.node_writes`), bytes and threads
+(`agent.durable`).
 """
 
 from __future__ import annotations
 
-from stepfast.core.durable import CHECKPOINT_LIMIT_S
 from stepfast.core.messages import (
     CheckpointAt,
     CheckpointFailed,
     CheckpointMissed,
+    CheckpointsHeld,
     CommitCheckpoint,
     CommitDone,
-    PersistSlots,
     RankCheckpointAt,
-    RankSealed,
+    RankSkipped,
     RankState,
-    RankUnpin,
-    ShardWritten,
     StoreRefused,
 )
 from stepfast.core.node_state import (
     CheckpointsListed,
     CommitEnded,
-    LocalRank,
-    SlotNotWritten,
-    SlotWritten,
     StoreUnusable,
-    Writing,
 )
 from stepfast.core.node_turn import NodeTurn
-from stepfast.core.outputs import CommitShards, ListCheckpoints, WriteSlot
-from stepfast.core.terms import Rank, SnapshotId, Step
+from stepfast.core.outputs import CommitShards, ListCheckpoints
+from stepfast.core.terms import Rank
 
-_WRITTEN_MAX = 2  # of each rank; told again when a coordinator comes back
+_COMMITTING_MAX = 3  # threads of commits that hang are left to themselves, and so many at most
 
 
 def look_into_store(turn: NodeTurn) -> None:
@@ -52,21 +42,22 @@ def look_into_store(turn: NodeTurn) -> None:
 
 def listed(turn: NodeTurn, given: CheckpointsListed) -> None:
     """The store answered."""
-    turn.update(checkpoints=given.checkpoints)
+    turn.update(checkpoints=given.checkpoints, store_below=given.below)
     for problem in given.problems:
         turn.note("checkpoint passed over", problem)
 
 
 def store_unusable(turn: NodeTurn, given: StoreUnusable) -> None:
     """The job cannot begin here; told until it is heard."""
-    turn.update(store_refusal=given.reason)
-    turn.tell(StoreRefused(node=turn.state.node, reason=given.reason))
+    refusal = StoreRefused(node=turn.state.node, reason=given.reason, exit_code=given.exit_code)
+    turn.update(store_refusal=refusal)
+    turn.tell(refusal)
 
 
 def tell_again(turn: NodeTurn) -> None:
     """What stands and might not have been heard."""
     if turn.state.store_refusal is not None:
-        turn.tell(StoreRefused(node=turn.state.node, reason=turn.state.store_refusal))
+        turn.tell(turn.state.store_refusal)
     for _, local in sorted(turn.state.ranks.items()):
         for message in local.written:
             turn.tell(message)
@@ -88,81 +79,13 @@ def checkpoint_at(turn: NodeTurn, order: CheckpointAt) -> None:
         turn.tell_rank(local.rank, RankCheckpointAt(step=order.step))
 
 
-def sealed(turn: NodeTurn, rank: Rank, message: RankSealed) -> None:
-    """A slot that is due: write it, unless the one before is still being written."""
-    local = turn.state.ranks[rank]
-    if local.writing is None:
-        _write(turn, local, message.snapshot)
+def skipped(turn: NodeTurn, rank: Rank, message: RankSkipped) -> None:
+    """One rank is enough: what it does not keep will not be whole."""
+    if message.is_late:
+        turn.tell(CheckpointMissed(step=message.snapshot.step))
         return
-    if local.writing.checkpoint == message.snapshot:
-        return
-    before = local.writing.checkpoint.step
-    reason = f"rank {rank}: the checkpoint of step {before} was still being written"
-    turn.tell(CheckpointFailed(checkpoint=message.snapshot, rank=rank, reason=reason))
-    turn.tell_rank(rank, RankUnpin(snapshot=message.snapshot))
-
-
-def returned(turn: NodeTurn, rank: Rank, step: Step) -> None:
-    """The rank's last step becomes durable, in the name of the generation that reached it."""
-    settings = turn.state.settings
-    assert settings is not None, "after the welcome"
-    if not settings.checkpoints.url or step == 0:
-        return
-    local = turn.state.ranks[rank]
-    slot = max((s for s in local.snapshots if s.step == step), default=None)
-    if slot is None:
-        missing = SnapshotId(local.generation, step)
-        reason = f"rank {rank}: no slot holds the last step"
-        turn.tell(CheckpointFailed(checkpoint=missing, rank=rank, reason=reason))
-    else:
-        _write_in_turn(turn, local, slot)
-
-
-def persist(turn: NodeTurn, order: PersistSlots) -> None:
-    """The ranks are no more, and their slots hold still."""
-    for rank, slot in sorted(order.sources.items()):
-        local = turn.state.ranks.get(rank)
-        if local is not None:
-            _write_in_turn(turn, local, slot)
-
-
-def _write_in_turn(turn: NodeTurn, local: LocalRank, slot: SnapshotId) -> None:
-    """Write it, behind what is being written; where that is done already, say so again."""
-    if any(told.checkpoint == slot for told in local.written):
-        tell_again(turn)
-    elif local.writing is None:
-        _write(turn, local, slot)
-    elif local.writing.checkpoint != slot:
-        turn.set_rank(local.rank, write_next=Writing(checkpoint=slot, since=turn.now))
-
-
-def slot_written(turn: NodeTurn, given: SlotWritten) -> None:
-    """Tell it, and let the slot go."""
-    local = turn.state.ranks.get(given.rank)
-    if local is None or local.writing is None or local.writing.checkpoint != given.checkpoint:
-        return  # given up before
-    told = ShardWritten(checkpoint=given.checkpoint, shard=given.shard, seconds=given.seconds)
-    turn.set_rank(given.rank, written=(*local.written, told)[-_WRITTEN_MAX:])
-    turn.tell(told)
-    _end_writing(turn, given.rank)
-
-
-def slot_not_written(turn: NodeTurn, given: SlotNotWritten) -> None:
-    """The checkpoint will not be; the rank trains on."""
-    local = turn.state.ranks.get(given.rank)
-    if local is None or local.writing is None or local.writing.checkpoint != given.checkpoint:
-        return
-    reason = f"rank {given.rank}: {given.reason}"
-    turn.tell(CheckpointFailed(checkpoint=given.checkpoint, rank=given.rank, reason=reason))
-    _end_writing(turn, given.rank)
-
-
-def overdue(turn: NodeTurn) -> None:
-    """A store that does not answer: the write is given up, its thread is left to itself."""
-    for rank, local in sorted(turn.state.ranks.items()):
-        if local.writing is not None and turn.now - local.writing.since > CHECKPOINT_LIMIT_S:
-            reason = f"not written within {CHECKPOINT_LIMIT_S:g} s"
-            slot_not_written(turn, SlotNotWritten(rank, local.writing.checkpoint, reason))
+    reason = f"rank {rank}: {message.reason}"
+    turn.tell(CheckpointFailed(checkpoint=message.snapshot, rank=rank, reason=reason, is_skip=True))
 
 
 def commit(turn: NodeTurn, order: CommitCheckpoint) -> None:
@@ -170,16 +93,22 @@ def commit(turn: NodeTurn, order: CommitCheckpoint) -> None:
     done = turn.state.committed
     if done is not None and done.checkpoint == order.checkpoint:
         turn.tell(done)
-    elif turn.state.committing != order.checkpoint:
-        turn.update(committing=order.checkpoint)
-        in_flight = {x.checkpoint for r in turn.state.ranks.values() for x in r.in_flight}
-        turn.emit(CommitShards(order.checkpoint, order.shards, frozenset(in_flight)))
+    elif order.checkpoint in turn.state.committing:
+        pass  # its end will be told
+    elif len(turn.state.committing) >= _COMMITTING_MAX:
+        reason = f"{_COMMITTING_MAX} earlier commits hang in the store"
+        turn.tell(CheckpointFailed(checkpoint=order.checkpoint, rank=None, reason=reason))
+    else:
+        turn.update(committing=(*turn.state.committing, order.checkpoint))
+        in_flight = {x for r in turn.state.ranks.values() for x in r.in_flight}
+        known = frozenset(turn.state.checkpoints or ())
+        turn.emit(CommitShards(order.checkpoint, order.shards, frozenset(in_flight), known))
 
 
 def commit_ended(turn: NodeTurn, given: CommitEnded) -> None:
     """Committed, or not."""
-    if turn.state.committing == given.checkpoint:
-        turn.update(committing=None)
+    committing = tuple(c for c in turn.state.committing if c != given.checkpoint)
+    turn.update(committing=committing)
     if given.reason is not None:
         turn.tell(CheckpointFailed(checkpoint=given.checkpoint, rank=None, reason=given.reason))
         return
@@ -188,22 +117,18 @@ def commit_ended(turn: NodeTurn, given: CommitEnded) -> None:
         name=given.name,
         size_bytes=given.size_bytes,
         seconds=given.seconds,
+        removed=tuple(sorted(given.removed)),
+        vanished=tuple(sorted(given.vanished)),
     )
-    known = set(turn.state.checkpoints or ()) - given.removed
+    known = set(turn.state.checkpoints or ()) - given.removed - given.vanished
     turn.update(committed=done, checkpoints=tuple(sorted(known | {given.checkpoint})))
     turn.tell(done)
 
 
-def _write(turn: NodeTurn, local: LocalRank, slot: SnapshotId) -> None:
-    turn.set_rank(local.rank, writing=Writing(checkpoint=slot, since=turn.now))
-    turn.emit(WriteSlot(local.rank, slot))
-
-
-def _end_writing(turn: NodeTurn, rank: Rank) -> None:
-    local = turn.state.ranks[rank]
-    assert local.writing is not None, "a write ends that had begun"
-    checkpoint, following = local.writing.checkpoint, local.write_next
-    local = turn.set_rank(rank, writing=None, write_next=None)
-    turn.tell_rank(rank, RankUnpin(snapshot=checkpoint))
-    if following is not None:
-        _write(turn, local, following.checkpoint)
+def held(turn: NodeTurn, order: CheckpointsHeld) -> None:
+    """Another node has committed; what this one committed meanwhile is there all the same."""
+    if turn.state.checkpoints is None:
+        return  # this node looks itself
+    own = turn.state.committed
+    known = {*order.checkpoints} | (set() if own is None else {own.checkpoint})
+    turn.update(checkpoints=tuple(sorted(known)))

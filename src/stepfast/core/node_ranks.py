@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepfast.core import node_durable, node_watch
+from stepfast.core import node_durable, node_watch, node_writes
 from stepfast.core.faults import (
     ErrorClass,
     Fault,
@@ -33,6 +33,7 @@ from stepfast.core.messages import (
     RankResumed,
     RankReturned,
     RankSealed,
+    RankSkipped,
     RankState,
 )
 from stepfast.core.node_state import (
@@ -57,6 +58,7 @@ def fork(turn: NodeTurn, rank: Rank) -> None:
         forking=True,
         snapshots=old.snapshots,
         writing=old.writing,
+        abandoned=old.abandoned,
         written=old.written,
     )
     turn.update(ranks={**turn.state.ranks, rank: fresh})
@@ -99,9 +101,11 @@ def from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
             beat(turn)  # what was logged is delivered before the end that may follow
             whole = msgspec.structs.replace(message, digests=(*local.digests, *message.digests))
             _milestone(turn, given.rank, whole)
-            node_durable.returned(turn, given.rank, message.step)
+            node_writes.returned(turn, given.rank, message.step)
         case RankSealed():
-            node_durable.sealed(turn, given.rank, message)
+            node_writes.sealed(turn, given.rank, message)
+        case RankSkipped():
+            node_durable.skipped(turn, given.rank, message)
         case RankLogged(logged=logged):
             turn.update(
                 logged=(*turn.state.logged, logged)[-LOGGED_STEPS_MAX:],

@@ -24,10 +24,12 @@ from stepfast.core.messages import (
     RankReturned,
     RankState,
     ShardWritten,
+    StoreRefused,
     TensorDigest,
 )
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import SETUP, LearnedLimits, Timeouts
+from stepfast.errors import EXIT_TRY_AGAIN
 
 Milestone = RankResumed | FirstStepDone | RankChecked | RankReturned
 LOGGED_STEPS_MAX = 2_000  # the newest of them are said again to a coordinator that was away
@@ -38,7 +40,9 @@ class Writing:
     """A slot on its way into the checkpoint store; the checkpoint is called as the slot is."""
 
     checkpoint: SnapshotId
-    since: float
+    signs: int = 0  # of life, so far
+    sign_at: float = 0.0  # the last one
+    is_quiet: bool = False  # it was said that there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +70,15 @@ class LocalRank:
     keep_obstacle: str | None = NOTHING_BUILT
     build_has_collectives: bool = False
     writing: Writing | None = None
-    write_next: Writing | None = None  # of a rank that has returned
+    write_next: SnapshotId | None = None  # of a rank that has returned
+    abandoned: tuple[SnapshotId, ...] = ()  # given up; their threads have not ended yet
     written: tuple[ShardWritten, ...] = ()  # the newest: told again when asked
 
     @property
-    def in_flight(self) -> tuple[Writing, ...]:
+    def in_flight(self) -> tuple[SnapshotId, ...]:
         """What is being written, or will be."""
-        return tuple(w for w in (self.writing, self.write_next) if w is not None)
+        writing = None if self.writing is None else self.writing.checkpoint
+        return tuple(w for w in (writing, self.write_next) if w is not None)
 
     @property
     def is_leaving(self) -> bool:
@@ -137,8 +143,10 @@ class NodeState:
     told: NodeReport | None = None
     checkpoints: tuple[SnapshotId, ...] | None = ()  # in the store, as far as is known; None: asked
     store_asked: bool = False
-    store_refusal: str | None = None
-    committing: SnapshotId | None = None
+    store_below: Generation = NO_GENERATION  # the newest that may be another job's in the store
+    store_refusal: StoreRefused | None = None
+    cancelled: tuple[SnapshotId, ...] = ()  # the newest that nobody writes any more
+    committing: tuple[SnapshotId, ...] = ()  # also those that were given up and have not ended
     committed: CommitDone | None = None  # the newest by this node: told again when asked
     finish: FinishJob | None = None
     failed_after: tuple[Rank, ...] = ()  # ranks whose script failed behind the resilient function
@@ -211,17 +219,21 @@ class RankEnded:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsListed:
-    """Input: what the checkpoint store holds, and why something in it does not count."""
+    """Input: what the checkpoint store holds, and why something in it does not count; `below`: the
+    newest generation in which another job may have written there.
+    """
 
     checkpoints: tuple[SnapshotId, ...]
     problems: tuple[str, ...] = ()
+    below: Generation = NO_GENERATION
 
 
 @dataclass(frozen=True, slots=True)
 class StoreUnusable:
-    """Input: the checkpoint store cannot be read or written from here."""
+    """Input: no job may begin with the checkpoint store as it is; `exit_code`: of such a job."""
 
     reason: str
+    exit_code: int = EXIT_TRY_AGAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,13 +257,16 @@ class SlotNotWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitEnded:
-    """Input: a commit is done (`reason` None) or failed; `removed` were not to be kept."""
+    """Input: a commit is done (`reason` None) or failed; `removed` were not to be kept, `vanished`
+    were, and are no more.
+    """
 
     checkpoint: SnapshotId
     name: str
     size_bytes: int
     seconds: float
     removed: frozenset[SnapshotId] = frozenset()
+    vanished: frozenset[SnapshotId] = frozenset()
     reason: str | None = None
 
 
@@ -285,12 +300,22 @@ class NodeStopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class WriteSigns:
+    """How many signs of life a write has given: a piece that was taken, a rest that was over."""
+
+    rank: Rank
+    checkpoint: SnapshotId
+    signs: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeTick:
     """Input: time went by; `stopped_ranks` are those told to leave whose process the kernel shows
-    as stopped.
+    as stopped, `writes` those under way.
     """
 
     stopped_ranks: frozenset[Rank] = frozenset()
+    writes: tuple[WriteSigns, ...] = ()
 
 
 NodeInput = (

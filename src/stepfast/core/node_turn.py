@@ -73,6 +73,7 @@ class NodeTurn:
             heard=self.state.heard,
             store_port=self.state.store_port,
             checkpoints=self.state.checkpoints,
+            store_below=self.state.store_below,
         )
         if self.state.told is not None and _without_steps(report) == _without_steps(
             self.state.told

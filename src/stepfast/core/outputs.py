@@ -95,14 +95,23 @@ class WriteSlot:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelWrite:
+    """Agent: the write is of no use any more; its thread ends where it can, and says so."""
+
+    rank: Rank
+    checkpoint: SnapshotId
+
+
+@dataclass(frozen=True, slots=True)
 class CommitShards:
     """Agent: check the shards and write the manifest; then remove what need not be kept, but
-    nothing that is `in_flight`.
+    nothing that is `in_flight`. What of `known` the store has no more vanished.
     """
 
     checkpoint: SnapshotId
     shards: tuple[ShardFile, ...]
     in_flight: frozenset[SnapshotId]
+    known: frozenset[SnapshotId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,7 @@ Output = (
     | OpenStore
     | ListCheckpoints
     | WriteSlot
+    | CancelWrite
     | CommitShards
     | EndProcess
     | AbortGroups

@@ -12,9 +12,10 @@ from enum import StrEnum
 from stepfast.core.faults import ErrorClass, ExceptionReport, Fault, FaultKind
 from stepfast.core.terms import Rank, Step
 
-USER_BUG_TRIES = (
-    3  # the same exception at the same step so often, and no step between: it will fail again
-)
+# The same exception at the same step so often, and no new step between: it will fail again.
+USER_BUG_TRIES = 3
+
+_SIGNATURES_MAX = 16  # so many different failures without a step between are told apart
 
 
 class Action(StrEnum):
@@ -41,8 +42,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """A bucket of restarts: refilled by time (`per_hour`) and by progress (one for each step never
-    reached before).
+    """A bucket of restarts: refilled by time (`per_hour`) and by progress (one for each step that
+    the job completed for the first time).
     """
 
     per_hour: int
@@ -66,19 +67,40 @@ class Budget:
         return replace(self, tokens=self.tokens - 1.0)
 
 
+Signature = tuple[FaultKind, Rank | None, Step, str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """How often the same failure came in a row, with no step completed between."""
+    """How often each failure came since the job was last beyond the step at which it comes.
 
-    signature: tuple[FaultKind, Rank | None, Step, str, str] | None = None
+    `count` is that of the newest one. Failures between two of a kind change nothing: a node that
+    was lost meanwhile does not make a bug go away. Nor does the rank, for what all ranks fail by:
+    another one may be the first to say so.
+    """
+
+    counts: tuple[tuple[Signature, int], ...] = ()  # the newest last
     count: int = 0
 
     def after(self, fault: Fault) -> Repeat:
-        """Count one more of the same, or begin anew."""
-        frame = fault.error.frame if fault.error else ""
-        kind = fault.error.type if fault.error else ""
-        signature = (fault.kind, fault.rank, fault.step, kind, frame)
-        return Repeat(signature, self.count + 1 if signature == self.signature else 1)
+        """Count one more of the same, or begin to."""
+        signature = _signature(fault)
+        known = dict(self.counts)
+        count = known.pop(signature, 0) + 1
+        counts = (*known.items(), (signature, count))
+        return Repeat(counts[-_SIGNATURES_MAX:], count)
+
+    def passed(self, step: Step) -> Repeat:
+        """Every rank has completed `step`, for the first time: what failed before it is over."""
+        return Repeat(tuple((s, count) for s, count in self.counts if s[2] >= step))
+
+
+def _signature(fault: Fault) -> Signature:
+    error = fault.error
+    kind, frame = ("", "") if error is None else (error.type, error.frame)
+    is_of_all = _will_fail_again(fault) or (error and error.error_class is ErrorClass.ROOM)
+    rank = None if is_of_all else fault.rank
+    return (fault.kind, rank, fault.step, kind, frame)
 
 
 def decide(
@@ -87,15 +109,15 @@ def decide(
     """The decision about one incident's chief cause. `repeat` and `budget` already count this
     fault.
     """
-    if _is_user_exception(fault):
+    if _will_fail_again(fault):
         assert fault.error is not None
         what = _in_words(fault.error)
         if not job_has_stepped:
             return Decision(Action.END_USER_ERROR, f"{what}, before the job's first step")
         if repeat.count >= USER_BUG_TRIES:
-            reason = f"{what} at step {fault.step}, {repeat.count} times with no step between"
+            reason = f"{what} at step {fault.step}, {repeat.count} times with no new step between"
             return Decision(Action.END_USER_ERROR, reason)
-    if fault.error is not None and not job_has_stepped and _is_refusal(fault.error):
+    if fault.error is not None and _is_refusal(fault.error, repeat, job_has_stepped):
         return Decision(Action.END_TRY_AGAIN, fault.error.message)
     if not recovery_on:
         return Decision(
@@ -121,17 +143,25 @@ def _in_words(error: ExceptionReport) -> str:
     return f"{error.type}: {message[0] if message else ''}{where}"
 
 
-def _is_refusal(error: ExceptionReport) -> bool:
-    """stepfast's own refusal (no memory for the slots, say): it will not heal by trying again
-    here.
+def _is_refusal(error: ExceptionReport, repeat: Repeat, job_has_stepped: bool) -> bool:
+    """stepfast's own refusal: it will not heal by trying again here.
+
+    Before the first step that is any; later, too small a memory, where it came twice: what the
+    optimizer makes at its first step may be what there is no room for.
     """
-    return error.type.startswith("stepfast.") and error.error_class is ErrorClass.IO
+    if error.error_class is ErrorClass.ROOM:
+        return not job_has_stepped or repeat.count > 1
+    is_own = error.type.startswith("stepfast.") and error.error_class is ErrorClass.IO
+    return is_own and not job_has_stepped
 
 
-def _is_user_exception(fault: Fault) -> bool:
+def _will_fail_again(fault: Fault) -> bool:
+    """Whether the same is to be expected wherever it is tried: the user's code, or state that does
+    not fit it.
+    """
     error = fault.error
     return (
         fault.kind is FaultKind.EXCEPTION
         and error is not None
-        and error.error_class is ErrorClass.USER
+        and error.error_class in (ErrorClass.USER, ErrorClass.STATE)
     )

@@ -11,6 +11,10 @@ NO_LIMIT = -1
 _FILES_BASE = 256  # agent, coordinator, zygote and store with room to spare
 _FILES_PER_RANK = 64  # an agent's share; a rank's own process has the limit to itself
 _FILES_OF_A_RANK = 1024  # sockets to peers, loader workers, the script's own
+# Measured: a rank of 4 has 28, their agent 20, their store 17. Gloo adds one for each peer.
+_FILES_LEAST = 40
+_FILES_LEAST_PER_RANK = 4
+_FILES_LEAST_PER_PEER = 2
 _PROCESSES_BASE = 64
 _PROCESSES_PER_RANK = 128  # threads count: torch's pools, loader workers
 _LOCKED_BYTES_LOW = 64 << 20
@@ -18,8 +22,23 @@ _LOCKED_BYTES_LOW = 64 << 20
 
 def open_files(soft: int, ranks: int) -> Finding:
     """RLIMIT_NOFILE against what an agent and a rank need."""
-    needed = max(_FILES_OF_A_RANK, _FILES_BASE + _FILES_PER_RANK * ranks)
+    needed = _enough_files(ranks)
     return _enough("open files", soft, needed, f"ulimit -n {needed}, or LimitNOFILE / nofile")
+
+
+def too_few_files(soft: int, ranks: int, world_size: int) -> str | None:
+    """Why no job of so many ranks on this node, and in all, can even begin; None: it can."""
+    least = _FILES_LEAST + _FILES_LEAST_PER_RANK * ranks + _FILES_LEAST_PER_PEER * world_size
+    if soft == NO_LIMIT or soft >= least:
+        return None
+    return (
+        f"{soft} open files are allowed for each process, and {ranks} ranks need {least} at the"
+        f" least: ulimit -n {_enough_files(ranks)}, or LimitNOFILE / nofile"
+    )
+
+
+def _enough_files(ranks: int) -> int:
+    return max(_FILES_OF_A_RANK, _FILES_BASE + _FILES_PER_RANK * ranks)
 
 
 def processes(soft: int, ranks: int) -> Finding:

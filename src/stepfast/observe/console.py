@@ -11,6 +11,7 @@ from stepfast.events import (
     CheckpointCommitted,
     CheckpointLost,
     CheckpointRejected,
+    CheckpointsVanished,
     DecisionMade,
     Event,
     FaultSeen,
@@ -21,6 +22,7 @@ from stepfast.events import (
     Note,
     Recovered,
 )
+from stepfast.observe.sizes import size_text
 
 # A line that begins with this is a progress line: `stepfast run` shows the newest one in place on a
 # terminal.
@@ -49,10 +51,16 @@ def line_of(event: Event) -> str | None:
             source = ", from a checkpoint" if event.source == "checkpoint" else ""
             return f"generation {event.generation} opens at {at}{source}"
         case CheckpointCommitted():
-            return f"checkpoint of step {event.step} committed: {event.size_bytes / 1e6:.1f} MB"
+            return f"checkpoint of step {event.step} committed: {size_text(event.size_bytes)}"
         case CheckpointLost():
             reason = _first_line(event.reason)
             return f"no checkpoint of step {event.step}, training goes on: {reason}"
+        case CheckpointsVanished():
+            steps = ", ".join(map(str, event.steps))
+            return (
+                f"checkpoints vanished: those of steps {steps} are not in {event.url} any more"
+                " (deleted or renamed, or what was mounted there is not); new ones go there"
+            )
         case CheckpointRejected():
             return f"checkpoint of step {event.step} cannot be used: {_first_line(event.reason)}"
         case Recovered():
@@ -70,7 +78,8 @@ def line_of(event: Event) -> str | None:
         case JobEnded(status="finished"):
             return f"job finished at step {event.steps}, state {event.final_digest}"
         case JobEnded():
-            return f"job {event.status} at step {event.steps}: {_first_line(event.reason)}"
+            # Which step it is, is known when what memory holds has been made durable.
+            return f"job {event.status}: {_first_line(event.reason)}"
     return None
 
 
@@ -83,7 +92,7 @@ class Progress:
     def __init__(self) -> None:
         """Nothing known yet."""
         self._step = 0
-        self._rate = 0.0
+        self._rate: float | None = None  # until there is one
         self._marked: tuple[float, int] | None = None
         self._values: Mapping[str, float | int | str | bool] = {}
         self._last_recovery = ""
@@ -108,11 +117,10 @@ class Progress:
 
     def line(self, generation: int) -> str:
         """The progress in one line."""
-        values = " ".join(f"{k}={_short(v)}" for k, v in self._values.items())
-        return (
-            f"step {self._step} {values} {self._rate:.1f} steps/s"
-            f" generation {generation}{self._last_recovery}"
-        )
+        words = [f"step {self._step}", *(f"{k}={_short(v)}" for k, v in self._values.items())]
+        if self._rate is not None:
+            words.append(f"{self._rate:.1f} steps/s")
+        return " ".join([*words, f"generation {generation}{self._last_recovery}"])
 
 
 def _short(value: float | int | str | bool) -> str:

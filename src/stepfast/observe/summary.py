@@ -17,6 +17,7 @@ from stepfast.events import (
     CheckpointCommitted,
     CheckpointLost,
     CheckpointRejected,
+    CheckpointsVanished,
     EventLine,
     FaultSeen,
     GenerationOpened,
@@ -24,6 +25,7 @@ from stepfast.events import (
     Note,
     Recovered,
 )
+from stepfast.runtime.disk import write_own
 
 SUMMARY_VERSION = 1
 
@@ -40,7 +42,7 @@ def summarize(lines: Iterable[EventLine]) -> dict[str, Any]:
         "pids": {},
         "generations": [],
         "recoveries": [],
-        "checkpoints": {"committed": 0, "lost": 0, "rejected": 0, "last_step": None},
+        "checkpoints": {"committed": 0, "lost": 0, "rejected": 0, "vanished": 0, "last_step": None},
         "failed_after_the_end": [],
         "faults": 0,
         "wall_s": 0.0,
@@ -72,8 +74,12 @@ def _take(summary: dict[str, Any], event: object) -> None:
         case CheckpointCommitted():
             summary["checkpoints"]["committed"] += 1
             summary["checkpoints"]["last_step"] = event.step
+            if summary["status"] != "running":  # made durable on the way out
+                summary["steps"] = max(summary["steps"], event.step)
         case CheckpointLost():
             summary["checkpoints"]["lost"] += 1
+        case CheckpointsVanished():
+            summary["checkpoints"]["vanished"] += len(event.steps)
         case CheckpointRejected():
             summary["checkpoints"]["rejected"] += 1
         case Recovered():
@@ -119,6 +125,4 @@ def _recovery(event: Recovered) -> dict[str, Any]:
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
     """Write whole or not at all."""
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
-    temporary.replace(path)
+    write_own(path, msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

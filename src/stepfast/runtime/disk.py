@@ -17,6 +17,7 @@ import errno
 import fcntl
 import os
 import stat
+from pathlib import Path
 
 from stepfast.runtime.ports import Buffer
 
@@ -25,6 +26,31 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def occupy_standard_descriptors() -> None:
+    """Fill 0, 1 and 2 where a script closed them.
+
+    Else a file of ours would get such a number, and whatever the script prints be written to it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def open_own(path: Path, flags: int, mode: int = 0o644) -> int:
+    """A descriptor of a file that stepfast itself keeps at `path`, made where it is missing. Never
+    of what a link there leads to: others may be able to write into the directory.
+    """
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+
+
+def write_own(path: Path, data: bytes) -> None:
+    """Write such a file, whole or not at all."""
+    temporary = path.with_name(f"{path.name}.new")
+    with open(open_own(temporary, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+        file.write(data)
+    temporary.replace(path)
 
 
 class SystemDisk:

@@ -1,7 +1,8 @@
 """The agent's end of the WebSocket to the coordinator.
 
 Owns: connecting with retries, framing, the outbox while the connection is away. Does not own: what
-is said (`core.node`). Invariant: messages leave in the order in which they were given.
+is said (`core.node`). Invariants: messages leave in the order in which they were given; what is not
+of the protocol ends the connection and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from collections import deque
 from collections.abc import Callable
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.exceptions import (
+    ConnectionClosed,
+    InvalidMessage,
+    InvalidStatus,
+    WebSocketException,
+)
 
 from stepfast.core.messages import MESSAGE_BYTES_MAX, FromAgent, FromCoordinator
 from stepfast.errors import ConfigError, OperatingError
@@ -21,7 +27,9 @@ from stepfast.runtime.wire import AGENT_TO_COORDINATOR, COORDINATOR_TO_AGENT
 _BACKOFF_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between tries; the last one repeats
 _CONNECT_LIMIT_S = 5.0  # one try: a port that listens and never answers ends it
 _OUTBOX_MESSAGES_MAX = 20_000  # while away; older ones go first, for levels are said again
-_CLOSE_REFUSED = 4003
+_UNHEARD_LIMIT_S = 10.0  # what the other end's machine has not acknowledged by then ends it
+CLOSE_REFUSED = 4003  # the coordinator will not have this agent, whatever it tries
+_FORBIDDEN = 403  # ... or not even talk to it
 
 
 class CoordinatorLink:
@@ -35,13 +43,19 @@ class CoordinatorLink:
         on_connected: Callable[[], None],
         on_message: Callable[[FromCoordinator], None],
         on_lost: Callable[[], None],
+        unheard_limit_s: float = _UNHEARD_LIMIT_S,
     ) -> None:
-        """Callbacks run in the loop; `on_connected` before anything else is sent."""
+        """Callbacks run in the loop; `on_connected` before anything else is sent.
+
+        `unheard_limit_s`: a machine that is gone does not say so, and its answer is missed first.
+        """
         self._host, self._port = address
         self._token = token
         self._on_connected = on_connected
         self._on_message = on_message
         self._on_lost = on_lost
+        self._unheard_limit_s = unheard_limit_s
+        self._has_heard = False  # a message of the protocol, at any time
         self._outbox: deque[bytes] = deque(maxlen=_OUTBOX_MESSAGES_MAX)
         self._pending = asyncio.Event()
         self._drained = asyncio.Event()
@@ -73,15 +87,15 @@ class CoordinatorLink:
         while True:
             try:
                 await self._converse()
-                tries, deadline = 0, float("inf")
+                tries = 0
             except ConnectionClosed as closed:
-                if closed.rcvd is not None and closed.rcvd.code == _CLOSE_REFUSED:
-                    raise ConfigError(
-                        f"the coordinator refuses this agent: {closed.rcvd.reason}"
-                    ) from closed
-                tries, deadline = 0, float("inf")
+                if closed.rcvd is not None and closed.rcvd.code == CLOSE_REFUSED:
+                    raise _refused(closed.rcvd.reason) from closed
+                tries = 0
             except (OSError, TimeoutError, WebSocketException) as error:
-                if asyncio.get_running_loop().time() > deadline:
+                if isinstance(error, InvalidStatus) and error.response.status_code == _FORBIDDEN:
+                    raise _refused("wrong or missing token") from error
+                if not self._has_heard and asyncio.get_running_loop().time() > deadline:
                     raise OperatingError(
                         f"no coordinator at {self._where()} within {limit_s:g} s: {error!r}"
                     ) from error
@@ -101,6 +115,7 @@ class CoordinatorLink:
             compression=None,
             proxy=None,
         ) as connection:
+            _end_when_unheard(connection, self._unheard_limit_s)
             # levels of before are said anew by the hello and the report after it
             self._outbox.clear()
             self.is_connected = True
@@ -109,12 +124,20 @@ class CoordinatorLink:
             try:
                 async for data in connection:
                     if isinstance(data, bytes):
-                        self._on_message(COORDINATOR_TO_AGENT.decode(data))
+                        self._on_message(self._decoded(data))
                 await connection.recv()  # the iteration ends quietly; this names the close
             finally:
                 writing.cancel()
                 self.is_connected = False
                 self._on_lost()
+
+    def _decoded(self, data: bytes) -> FromCoordinator:
+        try:
+            message = COORDINATOR_TO_AGENT.decode(data)
+        except OperatingError as error:
+            raise InvalidMessage(str(error)) from error
+        self._has_heard = True
+        return message
 
     async def _write(self, connection: ClientConnection) -> None:
         while True:
@@ -133,3 +156,15 @@ class CoordinatorLink:
         except OSError as error:
             addresses = f"does not resolve: {error.strerror}"
         return f"{self._host}:{self._port} ({addresses})"
+
+
+def _refused(reason: str) -> ConfigError:
+    return ConfigError(f"the coordinator refuses this agent: {reason}")
+
+
+def _end_when_unheard(connection: ClientConnection, limit_s: float) -> None:
+    """Otherwise the kernel goes on sending for a quarter of an hour, and a coordinator that came
+    back at another place is not looked for.
+    """
+    found: socket.socket = connection.transport.get_extra_info("socket")
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000))

@@ -23,10 +23,12 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Final, NoReturn
 
 from stepfast.errors import EXIT_TRY_AGAIN
 from stepfast.runtime import spawning
+from stepfast.runtime.disk import open_own
 
 ADOPTION_POLL_S: Final = 0.0002
 LOG_MODE: Final = 0o644
@@ -76,7 +78,8 @@ def _settle(tag: str, agent_pid: int) -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as the interpreter does: errors say it
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     gc.enable()
 
@@ -86,7 +89,7 @@ def _redirect(log_path: str) -> None:
     kill."""
     empty = os.open(os.devnull, os.O_RDONLY)
     os.makedirs(os.path.dirname(log_path), exist_ok=True)
-    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, LOG_MODE)
+    log = open_own(Path(log_path), os.O_WRONLY | os.O_APPEND, LOG_MODE)
     for descriptor, target in ((empty, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, target)
     os.close(empty)

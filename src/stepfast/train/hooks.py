@@ -34,6 +34,7 @@ def install_hooks(tracked: Tracked, host: Host, step_now: Callable[[], Step]) ->
                 f"the tracked optimizer {names[id(optimizer)]!r} steps inside of backward(); call"
                 " its step() behind loss.backward(), without register_post_accumulate_grad_hook"
             )
+        host.optimizer_steps(names[id(optimizer)], optimizer)
         host.faults.reach("optimizer", step_now())
         host.check()
 

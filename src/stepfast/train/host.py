@@ -81,6 +81,16 @@ class Host(Protocol):
     def turn_began(self, step: Step) -> None:
         """One more turn."""
 
+    def optimizer_steps(self, name: str, optimizer: object) -> None:
+        """A tracked optimizer is about to step."""
+
+    @property
+    def loop_left(self) -> bool:
+        """Whether the job goes on from a loop that was left early: no turn is to follow."""
+
+    def turn_left(self, step: Step) -> Step:
+        """The loop was left by `break` within a turn: how many steps are done."""
+
     def turn_ended(self, step: Step, *, is_last: bool) -> None:
         """A turn is whole; `step` steps are done."""
 
@@ -141,6 +151,18 @@ class PlainHost:
 
     def turn_began(self, step: Step) -> None:
         """Nobody watches."""
+
+    def optimizer_steps(self, name: str, optimizer: object) -> None:
+        """No fault drops gradients."""
+
+    @property
+    def loop_left(self) -> bool:
+        """A plain script goes on from nothing."""
+        return False
+
+    def turn_left(self, step: Step) -> Step:
+        """Nobody counts."""
+        return step
 
     def turn_ended(self, step: Step, *, is_last: bool) -> None:
         """Nobody takes a snapshot."""

@@ -23,14 +23,13 @@ from types import FrameType
 
 from stepfast.core import rank as rank_machine
 from stepfast.core.messages import (
+    AboutPins,
     FromRank,
     ProbeAnswer,
-    RankCheckpointAt,
     RankFinish,
     RankLeave,
     RankProbe,
     RankStart,
-    RankUnpin,
 )
 from stepfast.core.outputs import (
     AbortGroups,
@@ -65,7 +64,7 @@ class Monitor:
         *,
         interrupt_grace_s: float,
         answer_probe: Callable[[int], ProbeAnswer],
-        hear_pin: Callable[[RankStart | RankCheckpointAt | RankUnpin], None],
+        hear_pin: Callable[[RankStart | AboutPins], None],
     ) -> None:
         """Make the machine; nothing runs before `start`."""
         self._link = link
@@ -210,7 +209,7 @@ class Monitor:
         while (message := self._link.receive()) is not None:
             if isinstance(message, RankProbe):
                 self._link.send(self._answer_probe(message.probe))
-            elif isinstance(message, RankCheckpointAt | RankUnpin):
+            elif isinstance(message, AboutPins):
                 self._hear_pin(message)
             else:
                 if isinstance(message, RankStart):

@@ -12,12 +12,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from enum import Enum, auto
 
 from stepfast.core.durable import CheckpointSettings
-from stepfast.core.messages import RankCheckpointAt, RankStart, RankUnpin
+from stepfast.core.messages import AboutPins, RankCancel, RankCheckpointAt, RankStart, RankUnpin
 from stepfast.core.terms import SnapshotId, Step
 
 _ANNOUNCED_MAX = 8  # steps that were announced and not reached yet; the newest count
+_CANCELLED_MAX = 8
+
+
+class Claim(Enum):
+    """What became of a snapshot that is about to be taken."""
+
+    NOT_DUE = auto()
+    PINNED = auto()
+    BUSY = auto()  # due, and another one is kept
 
 
 class Pins:
@@ -27,6 +37,8 @@ class Pins:
         """Nothing is pinned."""
         self._lock = threading.Lock()
         self._announced: list[Step] = []
+        self._cancelled: list[SnapshotId] = []
+        self._not_before = Step(0)
         self._pinned: set[SnapshotId] = set()
         self._unsealed: SnapshotId | None = None
         self.settings = CheckpointSettings()
@@ -36,33 +48,52 @@ class Pins:
         with self._lock:
             self.settings = settings
             self._announced = []
+            self._not_before = Step(0)
             self._pinned = set(pinned)
             self._unsealed = None
 
-    def hear(self, message: RankStart | RankCheckpointAt | RankUnpin) -> None:
+    def hear(self, message: RankStart | AboutPins) -> None:
         """An order of the agent."""
+        with self._lock:
+            match message:
+                case RankUnpin(snapshot=snapshot):
+                    self._pinned.discard(snapshot)
+                case RankCheckpointAt(step=step):
+                    self._announced = [*self._announced, step][-_ANNOUNCED_MAX:]
+                case RankCancel(snapshot=snapshot):
+                    self._cancel(snapshot)
+                    self._not_before = max(self._not_before, message.not_before)
+                case RankStart():
+                    pass
         if isinstance(message, RankStart):
             self.begin(message.settings.checkpoints, message.pinned)
-            return
-        with self._lock:
-            if isinstance(message, RankUnpin):
-                self._pinned.discard(message.snapshot)
-            else:
-                self._announced = [*self._announced, message.step][-_ANNOUNCED_MAX:]
 
-    def is_due(self, step: Step) -> bool:
-        """Whether the snapshot of this step is to be made durable."""
-        with self._lock:
-            return step in self._announced or self.settings.is_due(step)
+    def _cancel(self, snapshot: SnapshotId) -> None:
+        self._pinned.discard(snapshot)
+        if self._unsealed == snapshot:
+            self._unsealed = None
+        self._cancelled = [*self._cancelled, snapshot][-_CANCELLED_MAX:]
 
-    def try_pin(self, snapshot: SnapshotId) -> bool:
-        """Keep the slot that `snapshot` will be sealed in; False while another one is kept."""
+    def claim(self, snapshot: SnapshotId) -> Claim:
+        """Keep the slot that `snapshot` will be sealed in, if it is due and no other is kept."""
+        step = snapshot.step
         with self._lock:
+            by_number = self.settings.is_due(step) and step >= self._not_before
+            if snapshot in self._cancelled or not (by_number or step in self._announced):
+                return Claim.NOT_DUE
+            self._announced = [s for s in self._announced if s != step]
             if self._pinned - {snapshot}:
-                return False
+                return Claim.BUSY
             self._pinned.add(snapshot)
             self._unsealed = snapshot
-            return True
+            return Claim.PINNED
+
+    def passed(self, step: Step) -> list[Step]:
+        """Steps before `step` that were announced when they were over."""
+        with self._lock:
+            late = [s for s in self._announced if s < step]
+            self._announced = [s for s in self._announced if s >= step]
+            return late
 
     def seal(self, snapshot: SnapshotId) -> bool:
         """Its slot is sealed; whether it is kept, which the agent has to be told."""
@@ -72,12 +103,13 @@ class Pins:
             self._unsealed = None
             return True
 
-    def drop_unsealed(self) -> None:
-        """What was pinned last and will never be sealed need not be kept."""
+    def drop_unsealed(self) -> SnapshotId | None:
+        """What was pinned last and will never be sealed need not be kept; what that was."""
         with self._lock:
-            if self._unsealed is not None:
-                self._pinned.discard(self._unsealed)
-                self._unsealed = None
+            dropped, self._unsealed = self._unsealed, None
+            if dropped is not None:
+                self._pinned.discard(dropped)
+            return dropped
 
     def held(self) -> frozenset[SnapshotId]:
         """What must not be overwritten."""

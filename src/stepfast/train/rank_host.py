@@ -31,6 +31,7 @@ from stepfast.core.messages import (
     RankNoted,
     RankResumed,
     RankSealed,
+    RankSkipped,
     RankStart,
     TensorDigest,
 )
@@ -39,11 +40,12 @@ from stepfast.core.timeouts import FIRST_TURN, SETUP, TURN
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
 from stepfast.train.checking import what_is_kept
+from stepfast.train.gradients import GradientWatch
 from stepfast.train.groups import Groups
 from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
 from stepfast.train.monitor import Monitor
-from stepfast.train.pins import Pins
+from stepfast.train.pins import Claim, Pins
 from stepfast.train.rng import RngState
 from stepfast.train.snapshots import Snapshots
 from stepfast.train.whereabouts import Whereabout
@@ -90,6 +92,7 @@ class RankHost:
             check=self.check,
             shield=self.shield,
         )
+        self._gradients = GradientWatch(self._gradients_kept)
         self._rng_resumed: RngState | None = None
 
     def enter(self, order: RankStart) -> None:
@@ -105,6 +108,7 @@ class RankHost:
     def forget_built(self) -> None:
         """Everything is built again in the next generation."""
         self.kept = Kept()
+        self._gradients.forget()
         self.snapshots.forget()
         torch_private.forget_old_meshes()
 
@@ -199,13 +203,20 @@ class RankHost:
         """From the checkpoint store, whatever layout it was saved in."""
         order, tracked = self._present, self.kept.tracked
         assert tracked is not None, "restored after track"
+        stored = StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint)
+        saved_by = stored.manifest.job_id
+        if self.rank == 0 and saved_by != order.settings.job_id:
+            self.note("checkpoint", f"starts from step {checkpoint.step} of job {saved_by}")
         restore(
             tracked.tree,
-            StoredCheckpoint.open(open_store(order.settings.checkpoints.url), checkpoint),
+            stored,
             world_size=self.world_size,
+            start_fresh=order.settings.checkpoints.start_fresh,
             on_warning=lambda text: self.note("checkpoint", text),
             on_read=self._bytes_came(order),
         )
+        if stored.manifest.job_id != order.settings.job_id:
+            tracked.tree.loop_left = False  # another job goes on from there
         self._rng_resumed = RngState.take()
 
     def _bytes_came(self, order: RankStart) -> Callable[[int], None]:
@@ -226,10 +237,17 @@ class RankHost:
         self._monitor.check()
         snapshot = SnapshotId(self._present.generation, step)
         self.snapshots.fence()
-        self._pins.drop_unsealed()  # it was void
-        if self._pins.is_due(step) and not self._pins.try_pin(snapshot):
-            self.note("checkpoint skipped", f"step {step}: the one before is still being written")
+        for late in self._pins.passed(step):
+            self._skipped(SnapshotId(snapshot.generation, late), "announced too late", is_late=True)
+        if (void := self._pins.drop_unsealed()) is not None:
+            self._skipped(void, "its snapshot was void")
+        # The last step is written when the function has returned, whatever is written now.
+        if self._pins.claim(snapshot) is Claim.BUSY and not whole:
+            self._skipped(snapshot, "the one before is still being written")
         self.snapshots.begin(snapshot, whole=whole)
+
+    def _skipped(self, snapshot: SnapshotId, reason: str, *, is_late: bool = False) -> None:
+        self._monitor.send(RankSkipped(snapshot=snapshot, reason=reason, is_late=is_late))
 
     def _sealed(self, captured: Captured) -> None:
         if self._pins.seal(captured.snapshot):
@@ -238,7 +256,8 @@ class RankHost:
     def finish_snapshots(self, step: Step) -> None:
         """The user's function has returned at `step`: what is being copied is sealed.
 
-        A loop that was left early may have no snapshot of it: the state as it is now is that.
+        A loop that was left early may have no snapshot of it: the state as it is now is that. It is
+        taken here and not before: a fault until now has the turn that left made again.
         """
         with self._monitor.shield():
             self.snapshots.fence()
@@ -249,10 +268,11 @@ class RankHost:
         """The generation is over, its groups aborted: no copy is under way behind this."""
         self.snapshots.settle(aborted=True)
 
-    def digests(self) -> tuple[TensorDigest, ...]:
-        """The state as it stands: name, place and hash of every local tensor."""
-        tracked = self.kept.tracked
-        return digests_of(tracked.tree.local_digests()) if tracked is not None else ()
+    def digests(self, step: Step) -> tuple[TensorDigest, ...]:
+        """The state that the slot of `step` holds, which is what is made durable: name, place and
+        hash of every local tensor.
+        """
+        return digests_of(self.snapshots.digests(step))
 
     # --- the loop --------------------------------------------------------------------------------
 
@@ -281,8 +301,30 @@ class RankHost:
             self.account.world_operations = self._world_operations()
         return step
 
+    def optimizer_steps(self, name: str, optimizer: object) -> None:
+        """A tracked optimizer is about to step."""
+        self._gradients.before_step(name, optimizer)
+
+    def _gradients_kept(self, topic: str, text: str) -> None:
+        if self.rank == 0:  # all ranks run the same loop
+            self.note(topic, text)
+
+    @property
+    def loop_left(self) -> bool:
+        """Whether the state that was restored is that of a loop that was left early."""
+        return self.kept.tracked is not None and self.kept.tracked.tree.loop_left
+
+    def turn_left(self, step: Step) -> Step:
+        """The loop was left within a turn; it counts if an optimizer has stepped in it."""
+        assert self.kept.tracked is not None, "steps begin after track"
+        if not self.snapshots.has_stepped:
+            return step
+        self.kept.tracked.tree.loop_left = True
+        return Step(step + 1)
+
     def turn_began(self, step: Step) -> None:
         """Tell the watch; the place where boundary faults strike."""
+        self.snapshots.has_stepped = False
         account = self.account
         first = account.turns == 0
         now = time.monotonic()
@@ -308,6 +350,8 @@ class RankHost:
         if order.settings.check:
             self._end_check()
         with self._monitor.shield():
+            assert self.kept.tracked is not None, "steps begin after track"
+            self._gradients.turn_ended(self.kept.tracked.optimizers)
             interval = order.settings.snapshot_interval_steps
             if is_last or step % interval == 0:
                 self._begin_snapshot(step, whole=is_last)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from stepfast.checkpoint.loading import CheckpointDamaged
 from stepfast.core.faults import ErrorClass, ExceptionReport
-from stepfast.errors import OperatingError, UserError
+from stepfast.errors import NoRoomError, OperatingError, StateError, UserError
 
 _TRACEBACK_BYTES_MAX = 32_000  # with everything else below the size limit of a rank's message
 _MESSAGE_BYTES_MAX = 2_000
@@ -76,8 +76,12 @@ def class_of(error: BaseException) -> ErrorClass:
             return ErrorClass.DEVICE
         if isinstance(link, CheckpointDamaged):
             return ErrorClass.CHECKPOINT
+        if isinstance(link, StateError):
+            return ErrorClass.STATE
         if isinstance(link, UserError):
             return ErrorClass.USER
+        if isinstance(link, NoRoomError):
+            return ErrorClass.ROOM
         if isinstance(link, OSError | OperatingError):
             return ErrorClass.IO
     return ErrorClass.USER

@@ -39,6 +39,7 @@ class Run:
         self._host = host
         self._building = False
         self._stepping = False
+        self._in_turn = False
         self._step = Step(0)
         self._once_calls = 0
         self._log = LogBuffer()
@@ -187,18 +188,28 @@ class Run:
 
     def _turns(self, total: int) -> Iterator[int]:
         step = self._host.begin_steps()
+        self._step = step
         try:
-            while step < total:
+            while step < total and not self._host.loop_left:
                 self._step = self._host.kept.step = step
                 self._host.turn_began(step)
+                self._in_turn = True
                 yield step
+                self._in_turn = False
                 step = Step(step + 1)
                 self._deliver(step)
                 self._host.turn_ended(step, is_last=step >= total)
         finally:
             if not self.is_over:
                 self._step = step
+                self._close_turn()
                 self._host.steps_ended(step)
+
+    def _close_turn(self) -> None:
+        """Where the loop was left by `break`: what of its last turn counts."""
+        if self._in_turn:
+            self._in_turn = False
+            self._step = self._host.turn_left(self._step)
 
     def _deliver(self, step: Step) -> None:
         for at, values in self._log.take(step):
@@ -232,5 +243,6 @@ class Run:
                 "the function returned without a loop over run.steps; write"
                 " `for step in run.steps(total):` in the place of your own range"
             )
+        self._close_turn()
         self._deliver(Step(self._step + 1))
         return self._step

@@ -41,6 +41,7 @@ class Snapshots:
     ) -> None:
         """The arguments are those of `Capture`; `shield`: code that no signal may tear apart."""
         self.cost = SnapshotCost()
+        self.has_stepped = False  # an optimizer, since somebody said that none had
         self._pid = os.getpid()
         self._capture: Capture | None = None
         self._protected, self._on_sealed = protected, on_sealed
@@ -107,6 +108,11 @@ class Snapshots:
         assert self._capture is not None, "attached before the first snapshot"
         return self._capture.holds(step)
 
+    def digests(self, step: Step) -> list[tuple[str, tuple[int, ...], str]]:
+        """The hashes of what a sealed slot holds of that step."""
+        assert self._capture is not None, "attached before the first snapshot"
+        return self._capture.digests(step)
+
     def try_seal(self) -> None:
         """Where the copy has ended already, seal it now: what follows may take long."""
         if self._capture is not None and self._capture.has_copied:
@@ -126,6 +132,7 @@ class Snapshots:
     def _before_any_step(self, *_: Any) -> None:
         if os.getpid() != self._pid:
             return  # a fork of this process has parameters of its own, and no copy
+        self.has_stepped = True
         if threading.get_ident() == threading.main_thread().ident:
             with self._shield():
                 self.fence()

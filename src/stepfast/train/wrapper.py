@@ -31,6 +31,7 @@ from stepfast.core.rank import (
 )
 from stepfast.core.timeouts import solve_timeouts, timeouts_of
 from stepfast.errors import EXIT_TRY_AGAIN, ConfigError, Interrupted, OperatingError
+from stepfast.runtime.disk import occupy_standard_descriptors, open_own
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
 from stepfast.train.groups import Groups, Membership
@@ -115,7 +116,7 @@ class RankProcess:
             self._monitor.check()
             step = run.finish()
             host.finish_snapshots(step)
-            return MainReturned(step=step, digests=host.digests())
+            return MainReturned(step=step, digests=host.digests(step))
         except Interrupted as interrupted:
             forget_frames(interrupted)
             return MainInterrupted()
@@ -221,7 +222,8 @@ def _redirect_output(path: Path) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()  # a script may have closed it
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    occupy_standard_descriptors()
+    log = open_own(path, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)

@@ -11,16 +11,20 @@ import stepfast
 
 
 @stepfast.resilient
-def train(run: stepfast.Run, steps: int) -> None:
+def train(run: stepfast.Run, steps: int, is_behind: bool) -> None:
     torch.set_num_threads(1)
     state = run.once(tiny.build)
     for step in run.steps(1_000):
-        if step == steps:
+        if step == steps and not is_behind:
             break
         tiny.turn(run, state, step)
+        if step == steps - 1 and is_behind:
+            break
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
-    train(parser.parse_args().steps)
+    parser.add_argument("--behind", action="store_true", help="leave behind the optimizer's step")
+    given = parser.parse_args()
+    train(given.steps, given.behind)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from stepfast.core.durable import (
-    CHECKPOINT_LIMIT_S,
+    COMMIT_LIMIT_S,
     DRAIN_LIMIT_S,
     CheckpointSettings,
     Durable,
@@ -49,6 +50,7 @@ from stepfast.core.node_state import (
     SlotWritten,
     StoreUnusable,
 )
+from stepfast.core.node_writes import STALL_LIMIT_S
 from stepfast.core.outputs import (
     CommitShards,
     EndProcess,
@@ -164,7 +166,7 @@ def test_a_commit_that_takes_for_ever_is_given_up():
     rig = job()
     for number in range(4):
         written(rig, number, at(1, 8))
-    rig.tick(CHECKPOINT_LIMIT_S + 1.0)
+    rig.tick(COMMIT_LIMIT_S + 1.0)
     assert "not committed within" in rig.now_of(CheckpointLost)[0].reason
 
 
@@ -180,6 +182,25 @@ def test_a_failed_shard_loses_the_checkpoint_and_nothing_else():
     for number in range(4):
         written(rig, number, at(1, 12))
     assert len(rig.all_of(CommitCheckpoint)) == 1
+
+
+@pytest.mark.parametrize("order", sorted(itertools.permutations(range(4))))
+def test_ranks_that_fare_differently_have_one_outcome(order: tuple[int, ...]):
+    """Two ranks fail for reasons of their own, in any order with the others' success."""
+    rig = job()
+    reasons = {1: "input/output error", 2: "file exists"}
+    for number in order:
+        if number in reasons:
+            node, rank = number // rig.nproc, Rank(number)
+            failed = CheckpointFailed(checkpoint=at(1, 8), rank=rank, reason=reasons[number])
+            rig.from_node(node, failed)
+        else:
+            written(rig, number, at(1, 8))
+    (event,) = rig.all_of(CheckpointLost)
+    first = next(number for number in order if number in reasons)
+    assert (event.rank, event.reason) == (first, reasons[first])
+    assert not rig.all_of(CommitCheckpoint)
+    assert rig.state.phase is Phase.RUNNING
 
 
 def test_shards_of_an_abandoned_lineage_never_become_a_checkpoint():
@@ -281,6 +302,20 @@ def test_a_last_step_that_cannot_be_made_durable_is_no_success():
     (end,) = rig.all_of(JobEnded)
     assert (end.status, end.exit_code) == ("failed", EXIT_TRY_AGAIN)
     assert "step 9 is done but could not be made durable: no space left on device" in end.reason
+    assert "no memory holds it" in end.reason, "the slots were removed: nothing was reported"
+
+
+def test_a_last_step_that_memory_holds_is_said_to_be_kept():
+    rig = job()
+    for number in range(4):
+        rig.set_rank(number, snapshots=(at(1, 9),))
+        rig.returned(number)
+    rig.all_report()
+    rig.from_node(0, CheckpointFailed(checkpoint=at(1, 9), rank=Rank(0), reason="disk full"))
+    (end,) = rig.all_of(JobEnded)
+    assert end.reason.endswith(
+        "disk full (make room or reach the store, and run again: the state is kept in memory)"
+    )
 
 
 def test_a_job_without_a_store_or_without_a_step_waits_for_nothing():
@@ -470,8 +505,8 @@ def test_a_failed_write_is_told_and_the_slot_let_go():
 def test_a_write_that_never_ends_is_given_up():
     rig = node_rig()
     rig.say(0, RankSealed(snapshot=at(1, 8)))
-    rig.tick(CHECKPOINT_LIMIT_S + 1.0)
-    assert "not written within" in rig.now_of(CheckpointFailed)[0].reason
+    rig.tick(STALL_LIMIT_S + 1.0)
+    assert "the store took nothing for" in rig.now_of(CheckpointFailed)[0].reason
 
 
 def test_the_fresh_process_keeps_the_slot_that_is_being_written():

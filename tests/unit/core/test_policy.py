@@ -8,6 +8,7 @@ import pytest
 
 from stepfast.core.faults import ErrorClass, Fault, FaultKind
 from stepfast.core.policy import USER_BUG_TRIES, Action, Budget, Repeat, decide
+from stepfast.core.terms import Step
 from unit.core.rigs import USER_ERROR, error_of, fault
 
 
@@ -131,13 +132,51 @@ def test_a_clock_that_stands_still_refills_nothing():
     "other",
     [
         exception(step=6),
-        fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.USER)),
         fault(FaultKind.EXCEPTION, error=error_of(ErrorClass.USER, frame="train.py:8")),
         fault(FaultKind.EXCEPTION, error=error_of(ErrorClass.USER, type="KeyError")),
         fault(FaultKind.KILL),
     ],
 )
-def test_another_failure_begins_the_count_anew(other: Fault):
+def test_another_failure_has_a_count_of_its_own(other: Fault):
     twice = Repeat().after(exception()).after(exception())
     assert twice.count == 2
     assert twice.after(other).count == 1
+    assert twice.after(other).after(exception()).count == 3, "what comes between changes nothing"
+
+
+def test_an_exception_is_the_same_whichever_rank_is_the_first_to_raise_it():
+    first, second = exception(), fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.USER))
+    assert Repeat().after(first).after(second).count == 2
+
+
+def test_a_step_beyond_the_failure_ends_the_count_and_no_other_does():
+    twice = Repeat().after(exception(step=5)).after(exception(step=5))
+    assert twice.passed(Step(5)).after(exception(step=5)).count == 3
+    assert twice.passed(Step(6)).after(exception(step=5)).count == 1
+
+
+def test_the_failures_that_are_told_apart_are_bounded():
+    repeat = Repeat()
+    for step in range(100):
+        repeat = repeat.after(exception(step=step))
+    assert len(repeat.counts) < 20
+
+
+def test_state_that_does_not_fit_is_tried_as_often_as_a_users_bug():
+    misfit = exception(ErrorClass.STATE)
+    assert decision(misfit, count=1).action is Action.RESTART_IN_PROCESS
+    assert decision(misfit, count=2).action is Action.REPLACE_PROCESS
+    assert decision(misfit, count=3).action is Action.END_USER_ERROR
+
+
+def test_too_small_a_memory_is_tried_once_more_and_no_third_time():
+    """The optimizer's state appears at the first step, and every rank may be the first to say."""
+    repeat = Repeat()
+    for rank, ends in ((0, False), (1, True)):
+        error = error_of(ErrorClass.ROOM, type="stepfast.errors.NoRoomError")
+        told = fault(FaultKind.EXCEPTION, step=1, rank=rank, error=error)
+        repeat = repeat.after(told)
+        budget = Budget(per_hour=30, tokens=5.0, at=0.0)
+        given = decide(told, repeat=repeat, budget=budget, recovery_on=True, job_has_stepped=True)
+        assert given.ends_job is ends
+    assert (given.action, given.reason) == (Action.END_TRY_AGAIN, error.message)

@@ -61,7 +61,8 @@ def export(
             case ExportFormat.DCP:
                 _write_dcp(hidden, found)
             case ExportFormat.TORCH:
-                torch.save(_by_object(found), hidden)
+                # Copies: torch.save writes the whole memory that a tensor is a view of.
+                torch.save(_by_object({n: t.clone() for n, t in found.items()}), hidden)
         os.rename(hidden, target)
     except OSError as error:
         raise OperatingError(f"{target}: {error.strerror or error}") from error
@@ -101,10 +102,9 @@ def _by_object(found: dict[str, Tensor]) -> dict[str, Tensor | dict[str, Tensor]
     for name, tensor in found.items():
         owner, _, rest = name.partition(".")
         if rest:
-            # A copy: torch.save writes the whole memory that a tensor is a view of.
-            nested.setdefault(owner, {})[rest] = tensor.clone()
+            nested.setdefault(owner, {})[rest] = tensor
         else:
-            bare[name] = tensor.clone()
+            bare[name] = tensor
     return bare | nested
 
 
@@ -114,4 +114,6 @@ def _write_dcp(directory: Path, found: dict[str, Tensor]) -> None:
     with warnings.catch_warnings():
         # That there is no process group is as it is meant.
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        dcp.save(found, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+        # The names are the same as without: torch joins them, and remembers whose they are.
+        state = _by_object(found)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(directory), no_dist=True)

@@ -204,6 +204,27 @@ def local_of(tensor: Tensor | Part) -> Tensor:
     return local
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several of its elements are one place in memory, so that nothing is copied into it.
+
+    Those that torch itself tells at once: what `expand` makes.
+    """
+    if tensor.layout is not torch.strided:
+        return False
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
+
+
+def check_writable(name: str, tensor: Tensor | Part) -> None:
+    """ScriptError for a tensor that is kept in its place and cannot be restored there."""
+    if is_expanded(local_of(tensor)):
+        raise ScriptError(
+            f"{name} is an expanded tensor, which no value can be restored into: several of its"
+            " elements are one place in memory; put its .contiguous() in its place before"
+            " run.track()"
+        )
+
+
 def shards_of(tensor: Tensor) -> tuple[int, ...] | None:
     """Per mesh dimension the sharded dimension, or -1; None for a plain tensor."""
     place = _place_of(tensor)

@@ -30,6 +30,8 @@ from stepfast.checkpoint.tensors.flat import (
 from stepfast.checkpoint.tensors.local import Part, loaded_type
 from stepfast.errors import ScriptError
 
+FROZEN_NAME = "frozen"  # among our own: the parameters that require no gradient
+LOOP_LEFT_NAME = "loop_left"  # among our own: the loop was left at this step, before its end
 OWN_NAME = "stepfast"  # of the RNG states and module flags beside the tracked objects
 Objects = Mapping[str, Any]  # tracked, by the name they are tracked under
 _CONTAINERS = (dict, list, OrderedDict, Counter)

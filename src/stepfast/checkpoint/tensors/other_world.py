@@ -49,7 +49,12 @@ class OtherWorld:
     @property
     def shared_values(self) -> dict[str, Any]:
         """The values that any rank's will do for; this rank's own where there are such."""
-        return self.values(self.rank if self.is_same_size else 0)
+        return self.values(self.shared_rank)
+
+    @property
+    def shared_rank(self) -> int:
+        """Whose those are."""
+        return self.rank if self.is_same_size else 0
 
     def values(self, rank: int) -> dict[str, Any]:
         """What `rank` saved, with references for its tensors."""

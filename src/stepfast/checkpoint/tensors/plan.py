@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ from stepfast.checkpoint.overlap import true_shape
 from stepfast.checkpoint.plain import Ref
 from stepfast.checkpoint.tensors.local import Inspector, Known
 from stepfast.checkpoint.tensors.naming import (
+    FROZEN_NAME,
     OWN_NAME,
+    Held,
     Scan,
     is_container,
     is_per_rank,
@@ -34,7 +36,8 @@ from stepfast.checkpoint.tensors.naming import (
     named_parameters,
 )
 from stepfast.checkpoint.tensors.other_world import OtherWorld
-from stepfast.checkpoint.tensors.walk import Sink, Walk
+from stepfast.checkpoint.tensors.restoration import ADVICE_GROUPS
+from stepfast.checkpoint.tensors.walk import Sink, Walk, has_extra_state, training_flags
 from stepfast.checkpoint.tensors.wanted import Misfits, Wants
 
 
@@ -48,9 +51,12 @@ class Planner:
         live: Mapping[str, Known],
         inspector: Inspector,
         world: OtherWorld,
+        *,
+        start_fresh: Collection[str] = (),
     ) -> None:
-        """`live`: what the objects hold, by name."""
-        self.misfits = Misfits()
+        """`live`: what the objects hold, by name; `start_fresh`: what the checkpoint may lack."""
+        self.misfits = Misfits(start_fresh)
+        self._start_fresh = start_fresh
         self.left_alone: set[str] = set()  # objects that the restore passes over
         self._walk, self._live, self._inspector = walk, live, inspector
         self._checkpoint, self._world = checkpoint, world
@@ -59,6 +65,7 @@ class Planner:
         self.tree: dict[str, Any] = dict(world.shared_values)
         self._own: dict[str, Any] = dict(self.tree[OWN_NAME])
         self._modules: dict[str, Any] = dict(self._own["modules"])
+        self._is_imported = bool(self._own.get("imported"))
         self._saved_names = _names_of_all_ranks(checkpoint)
         # A saved device may not exist here.
         kinds = (known.ref.device for known in live.values())
@@ -82,8 +89,13 @@ class Planner:
                 self._plan_per_rank(name, value)
             elif name in self.tree:
                 self._plan_other(name, value)
-        rng, made = self._world.rng(self._walk.objects)
+        rng: dict[str, Any] = self._own["rng"]
+        made: Mapping[str, bytes] = {}
+        if not self._is_imported:
+            rng, made = self._world.rng(self._walk.objects)
         self._own |= {"modules": self._modules, "rng": plain.replace_refs(rng, self._whole)}
+        if FROZEN_NAME in self._own:
+            self._own[FROZEN_NAME] = self._frozen(self._own[FROZEN_NAME])
         for tensor_name, state in made.items():
             self.wants.make(tensor_name, state)
         self.tree[OWN_NAME] = self._own
@@ -98,19 +110,31 @@ class Planner:
         saved = {*self.tree, *self._modules, *self._own["rng"]["generators"]} - {OWN_NAME}
         saved |= {name for name in self.wants.index if "." not in name}
         here = set(self._walk.objects)
-        self.misfits.missing += sorted(here - saved)
+        self.misfits.missing += [
+            name for name in sorted(here - saved) if not self.misfits.may_begin_fresh(name)
+        ]
+        for name in self._start_fresh:
+            if name.partition(".")[0] not in here:
+                self.misfits.other.append(f"--start-fresh {name} is nothing that is tracked")
         self.misfits.unexpected += sorted(saved - here)
         self.left_alone |= here - saved
         for name in saved - here:
             self.tree.pop(name, None)
             self._modules.pop(name, None)
+        for name in self._modules:
+            if not isinstance(self._walk.objects[name], nn.Module):
+                self.misfits.other.append(f"{name} is a module there and none here")
+                self.left_alone.add(name)
 
     def _plan_module(self, name: str) -> None:
         scan, saved = self._walk.scans[name], self._modules[name]
+        if self._is_imported:
+            saved = {**saved, **training_flags(scan)}
         buffers = {ref.name: ref for ref in saved["buffers"]}
+        twins = self._saved_twins(scan)
         for held in scan.places:
             if held.tensor is not None:
-                self._take_live(held.name)
+                self._take_held(held, twins.get(id(held.tensor)))
                 if held.is_buffer:
                     buffers[held.name] = self._live[held.name].ref
         here = {held.name for held in scan.places if held.tensor is not None}
@@ -129,17 +153,27 @@ class Planner:
             "buffers": list(buffers.values()),
             "eval": [path for path in saved["eval"] if path in scan.owners],
             "odd_wrappers": [raw for raw in saved["odd_wrappers"] if raw in wrappers],
-            "extra": self._extra(scan, saved["extra"]),
+            "extra": self._extra(scan.owners.items(), saved["extra"]),
+            "wrapper_extra": self._extra(
+                ((raw, part) for raw, part, _ in scan.wrappers), saved.get("wrapper_extra", {})
+            ),
         }
 
-    def _extra(self, scan: Scan, saved: dict[str, Any]) -> dict[str, Any]:
+    def _frozen(self, saved: list[str]) -> list[str]:
+        """Of parameters that the rank did not save whose values are taken, the flags here."""
+        names = self._checkpoint.layout(self._world.shared_rank).by_name.keys()
+        here = [name for name in self._walk.frozen.names() if name not in names]
+        return [*(name for name in saved if name in names), *here]
+
+    def _extra(
+        self, parts: Iterable[tuple[str, nn.Module]], saved: dict[str, Any]
+    ) -> dict[str, Any]:
         found = {}
-        parts = (*scan.owners.items(), *((raw, part) for raw, part, _ in scan.wrappers))
         for path, part in parts:
-            if type(part).get_extra_state is not nn.Module.get_extra_state:
+            if has_extra_state(path, part):
                 if path in saved:
                     found[path] = plain.replace_refs(saved[path], self._whole)
-                else:
+                elif not self.misfits.may_begin_fresh(path):
                     self.misfits.missing.append(f"the extra state of {path}")
         return found
 
@@ -166,7 +200,7 @@ class Planner:
             groups: list[Any] = plain.replace_refs(saved, self._like_live)
             return groups
         self.misfits.other.append(
-            f"{name} has {len(here)} parameter groups here and {len(saved)} there"
+            f"{name} has {len(here)} parameter groups here and {len(saved)} there. {ADVICE_GROUPS}"
         )
         for path, known in self._live.items():
             if path.startswith(f"{name}.param_groups."):
@@ -240,6 +274,21 @@ class Planner:
             self.tree[name] = state
 
     # --- tensors ----------------------------------------------------------------------------------
+
+    def _saved_twins(self, scan: Scan) -> dict[int, str]:
+        """The name under which a tensor was saved that has several here; others save it once."""
+        if not self._is_imported:
+            return {}
+        names = [(id(held.tensor), held.name) for held in scan.places if held.tensor is not None]
+        return {key: name for key, name in names if name in self.wants.index}
+
+    def _take_held(self, held: Held, twin: str | None) -> None:
+        known, is_there = self._live[held.name], held.name in self.wants.index
+        is_derived = held.is_buffer and held.key in held.owner._non_persistent_buffers_set
+        if self._is_imported and not is_there and is_derived:
+            self.wants.keep(known.spec, known.local)  # others do not save it: the script makes it
+        else:
+            self.wants.take(known.spec, known.local, saved_as=None if is_there else twin)
 
     def _take_live(self, name: str) -> None:
         known = self._live[name]

@@ -15,7 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,12 +33,13 @@ from stepfast.checkpoint.tensors.plan import Planner, parameters_of
 from stepfast.checkpoint.tensors.sources import from_file
 from stepfast.checkpoint.tensors.tree import StateTree
 from stepfast.checkpoint.tensors.walk import Walk
-from stepfast.checkpoint.tensors.wanted import Wanted
+from stepfast.checkpoint.tensors.wanted import SHOWN_MAX, Wanted
 from stepfast.errors import StateError
 
 READ_BYTES = 64 << 20  # at most, of one read; several are under way
 GAP_BYTES = 1 << 20  # what lies between two pieces and is read rather than asked for again
 
+_FLAGS_SHOWN_MAX = 3
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -80,6 +81,7 @@ def restore(
     *,
     world_size: int,
     is_strict: bool = True,
+    start_fresh: Collection[str] = (),
     on_warning: OnWarning = lambda text: None,
     on_read: OnRead | None = None,
 ) -> Restored:
@@ -87,8 +89,9 @@ def restore(
 
     StateError lists everything that is missing, unexpected or of another shape; if not `is_strict`
     it goes to `on_warning`, such live tensors and objects keep what they have, and the rest is
-    restored. CheckpointDamaged where the checkpoint cannot be loaded. `on_read` is told of the
-    bytes as they come, between two reads of the calling thread; it may raise.
+    restored. What `start_fresh` names, an object or a part of one, may be missing: it is left as it
+    is, with a warning. CheckpointDamaged where the checkpoint cannot be loaded. `on_read` is told
+    of the bytes as they come, between two reads of the calling thread; it may raise.
     """
     count = 0
 
@@ -101,20 +104,39 @@ def restore(
     walk, live, inspector = tree.look()
     world = OtherWorld(checkpoint, rank=tree.rank, world_size=world_size, on_warning=on_warning)
     if world.is_same_size and _is_own_layout(checkpoint, tree.rank, walk, live, world):
+        if tree.rank == checkpoint.snapshot.step % world_size:
+            checkpoint.check_whole()  # by one rank: every file is asked for its header
         shard = StoredShard(checkpoint, tree.rank, counted)
-        tree.restore_from(shard, copy=from_file(shard))
+        changed = tree.restore_from(shard, copy=from_file(shard))
+        _warn_of_flags(checkpoint, changed, tree.rank, on_warning)
         shard.check_rest()
         return Restored(is_resharded=False, read_bytes=count)
-    plan = Planner(checkpoint, walk, live, inspector, world)
+    plan = Planner(checkpoint, walk, live, inspector, world, start_fresh=start_fresh)
     plan.run()
     if plan.misfits:
         text = f"{checkpoint.place} and what is tracked do not fit: {plan.misfits.words()}"
         if is_strict:
-            raise StateError(text)
+            raise StateError(f"{text}{plan.misfits.advice()}")
         on_warning(f"{text}; what does not fit stays as it is")
+    if plan.misfits.fresh:
+        fresh = ", ".join(plan.misfits.fresh[:SHOWN_MAX])
+        on_warning(f"{checkpoint.place} has no {fresh}: as the script made it, by --start-fresh")
     source = fill(checkpoint, plan.wants.found, plan.plain(), tree.rank, counted)
-    tree.restore_from(source, plan.left_alone)
+    changed = tree.restore_from(source, plan.left_alone)
+    _warn_of_flags(checkpoint, changed, tree.rank, on_warning)
     return Restored(is_resharded=True, read_bytes=count)
+
+
+def _warn_of_flags(
+    checkpoint: StoredCheckpoint, changed: list[str], rank: int, on_warning: OnWarning
+) -> None:
+    if changed and rank == 0:  # the others' are the same
+        more = len(changed) - _FLAGS_SHOWN_MAX
+        names = ", ".join(changed[:_FLAGS_SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
+        on_warning(
+            f"{checkpoint.place}: requires_grad of {names} is as it was saved, not as the script"
+            " made it; to have it otherwise, set it after run.track()"
+        )
 
 
 def _is_own_layout(
@@ -126,6 +148,8 @@ def _is_own_layout(
 ) -> bool:
     """Whether the rank's own file can be taken as it is: parameters and meshes are as they were."""
     layout, values = checkpoint.layout(rank), world.shared_values
+    if values[OWN_NAME].get("imported"):
+        return False  # by nobody of this job's: what a module needs may not be in it
     modules, rng = values[OWN_NAME]["modules"], values[OWN_NAME]["rng"]
     objects = {*values, *modules, *rng["generators"], *(n for n in layout.by_name if "." not in n)}
     if objects - {OWN_NAME} != walk.objects.keys():

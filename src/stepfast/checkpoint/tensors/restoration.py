@@ -31,6 +31,7 @@ from stepfast.checkpoint.tensors.local import (
     Known,
     Part,
     empty_like_saved,
+    is_expanded,
     loaded_type,
     local_of,
     over,
@@ -38,6 +39,7 @@ from stepfast.checkpoint.tensors.local import (
     words,
 )
 from stepfast.checkpoint.tensors.naming import (
+    FROZEN_NAME,
     OWN_NAME,
     is_container,
     is_transparent,
@@ -57,6 +59,12 @@ class Views(Protocol):
     def view(self, entry: Entry) -> memoryview: ...
 
 
+ADVICE_GROUPS = (
+    "State is restored into what the script makes before the loop, so give the optimizer all its"
+    " groups there, in the place of add_param_group() in the loop, with requires_grad_(False) on"
+    " parameters whose turn comes later"
+)
+
 # Brings local tensors to what entries hold, however that is done best.
 Copy = Callable[[Sequence[Tensor], Sequence[Entry]], None]
 
@@ -75,7 +83,7 @@ class Restoration:
         copy: Copy,
     ) -> None:
         self._objects = {n: v for n, v in walk.objects.items() if n not in left_alone}
-        self._scans, self._names = walk.scans, walk.names
+        self._scans, self._names, self._frozen = walk.scans, walk.names, walk.frozen
         self._live, self._inspector = dict(live), inspector
         self._source, self._tree, self._copy = source, tree, copy
         self._own = tree[OWN_NAME]
@@ -83,8 +91,8 @@ class Restoration:
         self._entries: list[Entry] = []
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
-    def run(self) -> None:
-        """Check, then change."""
+    def run(self) -> list[str]:
+        """Check, then change; the parameters whose `requires_grad` was not as it was saved."""
         self._check()
         for name, value in self._objects.items():
             if isinstance(value, nn.Module):
@@ -101,7 +109,10 @@ class Restoration:
                 self._restore_other(name, value)
         states = self._fill(self._own["rng"])
         self._copy_planned()
-        set_rng_states(self._objects, states)
+        if "process" in states:  # a checkpoint that was imported has none
+            set_rng_states(self._objects, states)
+        frozen = self._own.get(FROZEN_NAME)  # others' checkpoints do not have it
+        return [] if frozen is None else self._frozen.restore(frozen, self._objects.keys())
 
     # --- what cannot fit is refused while nothing is changed yet ----------------------------------
 
@@ -153,7 +164,8 @@ class Restoration:
             strange = sorted(set(saved["state"]) - known)[:3]
             raise StateError(
                 f"{name} has {len(here)} parameter groups, the snapshot has"
-                f" {len(saved['param_groups'])}; parameters that only it knows: {strange}"
+                f" {len(saved['param_groups'])}; parameters that only it knows: {strange}."
+                f" {ADVICE_GROUPS}"
             )
 
     # --- each kind of object ----------------------------------------------------------------------
@@ -177,7 +189,8 @@ class Restoration:
             self._scans[name].owners[owner].register_buffer(key, self._tensor(ref, None))
         drop_gradients(module)
         extra = self._fill(flags["extra"])
-        if extra:
+        wrapper_extra = self._fill(flags.get("wrapper_extra", {}))
+        if extra or wrapper_extra:
             self._copy_planned()
         scan = self._scans[name]
         for path, part in scan.owners.items():
@@ -186,8 +199,8 @@ class Restoration:
                 part.set_extra_state(extra[path])
         for raw, part, path in scan.wrappers:
             part.training = scan.owners[path].training != (raw in flags["odd_wrappers"])
-            if raw in extra:
-                part.set_extra_state(extra[raw])
+            if raw in wrapper_extra:
+                part.set_extra_state(wrapper_extra[raw])
 
     def _restore_optimizer(self, name: str, optimizer: Optimizer) -> None:
         saved = self._tree[name]
@@ -256,9 +269,8 @@ class Restoration:
 
     def _tensor(self, ref: Ref, like: Tensor | None) -> Tensor:
         """What `ref` stands for: the live tensor, or a new one like `like`; its copy is planned."""
-        entry = self._entry(ref)
-        live, specs = self._live.get(ref.name), self._source.layout.specs
-        if live is not None and live.spec == specs[ref.name] and live.ref.shards == ref.shards:
+        entry, live = self._entry(ref), self._live.get(ref.name)
+        if live is not None and self._can_take(live, ref):
             self._plan_copy(ref.name, live.tensor)
             return live.tensor
         if like is None and live is not None:
@@ -267,6 +279,11 @@ class Restoration:
         made = local if ref.shards is None else sharded(local, entry, ref.shards, like)
         self._plan_copy(ref.name, made)
         return made
+
+    def _can_take(self, live: Known, ref: Ref) -> bool:
+        """Whether what `ref` stands for fits into the live tensor."""
+        is_same = live.spec == self._source.layout.specs[ref.name]
+        return is_same and live.ref.shards == ref.shards and not is_expanded(live.local)
 
     def _plan_copy(self, name: str, target: Tensor | Part) -> None:
         self._targets.append(local_of(target))

@@ -29,6 +29,8 @@ from stepfast.checkpoint.layout import Layout, TensorSpec, private_name
 from stepfast.checkpoint.tensors.copier import Copier, StreamCopier, ThreadCopier, copy_all
 from stepfast.checkpoint.tensors.local import Inspector, Known, over
 from stepfast.checkpoint.tensors.naming import (
+    LOOP_LEFT_NAME,
+    OWN_NAME,
     Objects,
     check_coupled,
     check_trackable,
@@ -58,6 +60,9 @@ class Collected(NamedTuple):
     plain: bytes
     # The type of device where only an optimizer's step changes the tensor, as far as is known.
     held: list[str]
+
+
+DigestRow = tuple[str, tuple[int, ...], str]
 
 
 class _Split(NamedTuple):
@@ -122,6 +127,7 @@ class StateTree:
         optimizers = [v for v in objects.values() if isinstance(v, Optimizer)]
         self._is_transparent = all(map(is_transparent, optimizers))
         self.rank, self._private = rank, private_prefixes(objects)
+        self.loop_left = False  # kept and restored with the state
         default: Mapping[str, Copier] = {"cpu": ThreadCopier(), "cuda": StreamCopier()}
         self._copiers = default if copiers is None else copiers
         self._inspector = Inspector()
@@ -141,7 +147,7 @@ class StateTree:
     def collect(self) -> Collected:
         """What is there to keep now. ScriptError names the path of state that cannot be kept."""
         sink = self._sink()
-        blob = self._present_walk().everything(sink)
+        blob = self._present_walk().everything(sink, loop_left=self.loop_left)
         state = None if self._last is None else self._last.with_other(sink, blob)
         if state is None:
             state = self._collect_anew(sink.all(), blob)
@@ -212,11 +218,12 @@ class StateTree:
     @torch.no_grad()
     def restore_from(
         self, source: Views, left_alone: Set[str] = frozenset(), copy: Copy | None = None
-    ) -> None:
+    ) -> list[str]:
         """Bring the tracked objects into the state of `source`; StateError: what does not fit.
 
         Objects that are `left_alone` are in no state of `source`, and stay as they are. `copy`: in
-        the place of copies from its views.
+        the place of copies from its views. Returns the parameters whose `requires_grad` was another
+        than in `source`.
         """
         try:
             tree = plain.decode(source.plain)
@@ -228,12 +235,15 @@ class StateTree:
         self._known, self._walk, self._last, self._aliases = {}, None, None, Aliases()
         before = sink.all()
         copy = copy or from_views(source)
-        Restoration(walk, before, self._inspector, source, tree, left_alone, copy).run()
+        restoration = Restoration(walk, before, self._inspector, source, tree, left_alone, copy)
+        changed = restoration.run()
         sink = Sink(self._inspector, before)
         Walk(self._objects).held(sink)
         after = sink.all()
         self._check_restored(after, source, left_alone)
         self._known = after
+        self.loop_left = bool(tree[OWN_NAME].get(LOOP_LEFT_NAME, False))
+        return changed
 
     def look(self) -> tuple[Walk, Mapping[str, Known], Inspector]:
         """What modules and optimizers hold now, by name, and who says what a tensor is."""
@@ -242,22 +252,32 @@ class StateTree:
         return walk, sink.all(), self._inspector
 
     @torch.no_grad()
-    def local_digests(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Name, offsets and hash of each tracked local tensor, by name; RNGs left out.
+    def local_digests(self) -> list[DigestRow]:
+        """Name, offsets and hash of each tracked local tensor as it is now, by name; RNGs left out.
 
         Ranks that hold the same part of a tensor (replicas) return the same row.
         """
-        own = tuple(private_name(self.rank, part) for part in ("rng.", "modules."))
         sink = self._sink()
         Walk(self._objects).everything(sink)
         rows = []
         for name, known in sorted(sink.all().items()):
-            if not name.startswith(own):
+            if not self._is_own(name):
                 raw = bytearray(known.spec.size_bytes)
                 over(memoryview(raw), known.spec).copy_(known.local)
-                digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
-                rows.append((name, known.spec.offsets, digest))
+                rows.append((name, known.spec.offsets, _hash(raw)))
         return rows
+
+    def digests_in(self, source: Views) -> list[DigestRow]:
+        """The same of what a snapshot of these objects holds."""
+        entries = sorted(source.layout.entries, key=lambda entry: entry.name)
+        return [
+            (entry.name, entry.offsets, _hash(source.view(entry)))
+            for entry in entries
+            if not self._is_own(entry.name)
+        ]
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(tuple(private_name(self.rank, p) for p in ("rng.", "modules.")))
 
     def _present_walk(self) -> Walk:
         if self._walk is None or not self._walk[0].is_same():
@@ -283,3 +303,7 @@ class StateTree:
         if here != wanted:
             names = [n for n in sorted(here | wanted) if here.get(n) != wanted.get(n)][:3]
             raise StateError(f"after restoring, these tensors do not match the snapshot: {names}")
+
+
+def _hash(data: bytearray | memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=32).hexdigest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,8 +24,11 @@ from stepfast.checkpoint.layout import private_name
 from stepfast.checkpoint.plain import Ref
 from stepfast.checkpoint.tensors.fixed import Fixed
 from stepfast.checkpoint.tensors.flat import cut_state
-from stepfast.checkpoint.tensors.local import Inspector, Known, Part
+from stepfast.checkpoint.tensors.frozen import Frozen
+from stepfast.checkpoint.tensors.local import Inspector, Known, Part, check_writable
 from stepfast.checkpoint.tensors.naming import (
+    FROZEN_NAME,
+    LOOP_LEFT_NAME,
     OWN_NAME,
     Objects,
     ParameterNames,
@@ -107,18 +110,22 @@ class Walk:
         self.scans = scan_all(objects)
         self.names: ParameterNames = parameter_names(objects, self.scans)
 
+        self.frozen = Frozen(objects, self.scans)
         self._is_in_pieces = any(n.piece is not None for ns in self.names.values() for n in ns)
         self._states: dict[str, _State] = {}
         self._tensors: dict[str, _Tensors] = {}
 
-    def everything(self, sink: Sink) -> bytes:
-        """Hand every tensor to `sink`, RNGs too; return the plain values."""
+    def everything(self, sink: Sink, *, loop_left: bool = False) -> bytes:
+        """Hand every tensor to `sink`, RNGs too; return the plain values. `loop_left` is one."""
         trees, modules = self._held(sink)
         for name, value in self.objects.items():
             if name not in trees and not isinstance(value, nn.Module | Tensor | torch.Generator):
                 state = value.state_dict()
                 trees[name] = _without_functions(state) if is_schedule(value) else state
-        own = {"modules": modules, "rng": _rng_states(self.objects)}
+        own: dict[str, object] = {"modules": modules, "rng": _rng_states(self.objects)}
+        own[FROZEN_NAME] = self.frozen.encoded()
+        if loop_left:
+            own[LOOP_LEFT_NAME] = True
         return plain.encode({**trees, OWN_NAME: own}, sink.leaf)
 
     def held(self, sink: Sink) -> None:
@@ -135,6 +142,7 @@ class Walk:
                 modules[name] = self._module_values(name, sink)
             elif isinstance(value, Tensor):
                 sink.add(name, value)
+                check_writable(name, value)
             elif is_transparent(value):
                 trees[name] = self._optimizer_tree(name, value, sink)
             elif is_container(value):
@@ -147,6 +155,8 @@ class Walk:
         if tensors is None or not tensors.fixed.is_good():
             inner = sink.beside()
             places = [(held, inner.add(held.name, held.tensor)) for held in _held_in(scan)]
+            for held, _ in places:
+                check_writable(held.name, held.tensor)
             buffers = [ref for held, ref in places if held.is_buffer]
             tensors = self._tensors[name] = _Tensors(buffers, Fixed(inner.found))
         sink.take(tensors.fixed)
@@ -207,15 +217,38 @@ def _held_in(scan: Scan) -> Iterator[Any]:
 
 
 def _flags(scan: Scan) -> dict[str, object]:
-    extra = {
-        path: part.get_extra_state()
-        for path, part in (*scan.owners.items(), *((raw, part) for raw, part, _ in scan.wrappers))
-        if type(part).get_extra_state is not nn.Module.get_extra_state
+    # Apart, for a wrapper's own path may be that of what it wraps without a wrapper.
+    wrappers = ((raw, part) for raw, part, _ in scan.wrappers)
+    return {
+        **training_flags(scan),
+        "extra": _extra_states(scan.owners.items()),
+        "wrapper_extra": _extra_states(wrappers),
     }
+
+
+def _extra_states(parts: Iterable[tuple[str, nn.Module]]) -> dict[str, object]:
+    return {path: part.get_extra_state() for path, part in parts if has_extra_state(path, part)}
+
+
+def has_extra_state(path: str, part: nn.Module) -> bool:
+    """Whether a module keeps state of its own; ScriptError where it could not be given back."""
+    kind = type(part)
+    if kind.get_extra_state is nn.Module.get_extra_state:
+        return False
+    if kind.set_extra_state is nn.Module.set_extra_state:
+        raise ScriptError(
+            f"{path} is a {kind.__name__}, which has get_extra_state() and no set_extra_state(), so"
+            " what it returns could not be restored; give it both"
+        )
+    return True
+
+
+def training_flags(scan: Scan) -> dict[str, list[str]]:
+    """Which parts of a module are in evaluation, and which wrappers are not as what they wrap."""
     in_eval = [path for path, part in scan.owners.items() if not part.training]
     # A wrapper is, without a word, as what it wraps is: so it may be there or not.
     odd = [raw for raw, part, path in scan.wrappers if part.training != scan.owners[path].training]
-    return {"eval": in_eval, "odd_wrappers": odd, "extra": extra}
+    return {"eval": in_eval, "odd_wrappers": odd}
 
 
 def _optimizer_tree(name: str, optimizer: Optimizer, known: ParameterNames) -> dict[str, object]:

@@ -9,7 +9,7 @@ Invariant: what is wanted is covered by saved parts, element by element, or it i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from stepfast.checkpoint.overlap import Overlap, overlaps, true_shape
 from stepfast.checkpoint.plain import Ref
 
 SHOWN_MAX = 100  # misfits of one kind that the message names
+_ADVISED_MAX = 4
 
 
 class Wanted(NamedTuple):
@@ -35,8 +36,10 @@ class Wanted(NamedTuple):
 class Misfits:
     """What a checkpoint and the tracked objects do not agree about."""
 
-    def __init__(self) -> None:
-        """None so far."""
+    def __init__(self, may_lack: Collection[str] = ()) -> None:
+        """None so far. `may_lack`: names that, with all below them, need not be in it."""
+        self.fresh: list[str] = []  # of those, what is not in it: no misfits
+        self._may_lack = may_lack
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.misshaped: list[str] = []
@@ -44,6 +47,22 @@ class Misfits:
 
     def __bool__(self) -> bool:
         return any((self.missing, self.unexpected, self.misshaped, self.other))
+
+    def may_begin_fresh(self, name: str) -> bool:
+        """Whether the checkpoint may lack `name`; then that is noted."""
+        if not any(name == one or name.startswith(f"{one}.") for one in self._may_lack):
+            return False
+        self.fresh.append(name)
+        return True
+
+    def advice(self) -> str:
+        """What to do about what is missing; empty where nothing is."""
+        names = [text.split(" ")[0] for text in self.missing if not text.startswith("a part of")]
+        if not names:
+            return ""
+        flags = " ".join(f"--start-fresh {name}" for name in names[:_ADVISED_MAX])
+        more = " ..." if len(names) > _ADVISED_MAX else ""
+        return f"; if that is meant to begin as the script makes it: {flags}{more}"
 
     def words(self) -> str:
         """All of them, by kind."""
@@ -79,11 +98,16 @@ class Wants:
         """Whether the tensor comes from the checkpoint."""
         return name in self.found and self.found[name].kept is None
 
-    def take(self, spec: TensorSpec, live: Tensor | None = None) -> None:
-        """Ask for `spec`. Where it is a misfit, the `live` local tensor keeps its value."""
-        chunks = self.index.get(spec.name)
+    def take(
+        self, spec: TensorSpec, live: Tensor | None = None, *, saved_as: str | None = None
+    ) -> None:
+        """Ask for `spec`, saved under its own name or `saved_as`. Where it is a misfit, the `live`
+        local tensor keeps its value.
+        """
+        chunks = self.index.get(saved_as or spec.name)
         if chunks is None:
-            self._misfits.missing.append(f"{spec.name} {_kind(spec)}")
+            if live is None or not self._misfits.may_begin_fresh(spec.name):
+                self._misfits.missing.append(f"{spec.name} {_kind(spec)}")
         elif any(not _fits(chunk.entry, spec) for chunk in chunks):
             saved = next(chunk.entry for chunk in chunks if not _fits(chunk.entry, spec))
             self._misfits.misshaped.append(
