@@ -262,7 +262,9 @@ class DurableWork:
             store, _ = self._store()
             protected = order.in_flight | {order.checkpoint}
             job_id = self._settings.job_id
-            removed = catalog.prune(store, retention, protected=protected, job_id=job_id)
+            removed = catalog.prune(
+                store, retention, protected=protected, void=order.void, job_id=job_id
+            )
             catalog.sweep_unfinished(store, in_flight=order.in_flight)
         except (OSError, StepfastError) as error:
             text = f"what need not be kept could not be removed, and is tried again: {error}"

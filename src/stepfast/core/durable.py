@@ -182,6 +182,12 @@ class Durable:
         usable = self.committed - self.rejected
         return max((c for c in usable if lineage.admits(c)), default=None)
 
+    def void(self, lineage: Lineage) -> frozenset[SnapshotId]:
+        """Those that are there and never chosen: damaged, or of an abandoned branch."""
+        return frozenset(
+            c for c in self.committed if c in self.rejected or not lineage.admits(c)
+        )
+
     def holds(self, step: Step, lineage: Lineage) -> bool:
         """Whether this very step of the lineage is committed."""
         usable = self.committed - self.rejected
@@ -204,6 +210,16 @@ def choose_source(
     if stored is not None and (plan is None or stored.step > plan.step):
         return stored
     return plan
+
+
+def is_about_to_be_passed(stored: SnapshotId | None, lineage: Lineage, durable: Durable) -> bool:
+    """Whether a newer checkpoint is being committed than the one to go on from (None: there is
+    none), which may go for it while ranks still read.
+    """
+    commit = durable.commit
+    if commit is None or stored is None:
+        return commit is not None
+    return lineage.admits(commit.checkpoint) and commit.checkpoint.step > stored.step
 
 
 def would_start_over(

@@ -101,7 +101,8 @@ def commit(turn: NodeTurn, order: CommitCheckpoint) -> None:
     else:
         turn.update(committing=(*turn.state.committing, order.checkpoint))
         in_flight = {x for r in turn.state.ranks.values() for x in r.in_flight}
-        turn.emit(CommitShards(order.checkpoint, order.shards, frozenset(in_flight)))
+        void = frozenset(order.void)
+        turn.emit(CommitShards(order.checkpoint, order.shards, frozenset(in_flight), void))
 
 
 def commit_ended(turn: NodeTurn, given: CommitEnded) -> None:

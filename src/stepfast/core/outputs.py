@@ -105,12 +105,13 @@ class CancelWrite:
 @dataclass(frozen=True, slots=True)
 class CommitShards:
     """Agent: check the shards and write the manifest; then remove what need not be kept, but
-    nothing that is `in_flight`.
+    nothing that is `in_flight`. The job will never go on from `void` ones.
     """
 
     checkpoint: SnapshotId
     shards: tuple[ShardFile, ...]
     in_flight: frozenset[SnapshotId]
+    void: frozenset[SnapshotId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
