@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepfast.checkpoint.catalog import committed
-from stepfast.core.durable import CheckpointSettings
+from stepfast.core.durable import PASSING_LIMIT_S, CheckpointSettings
 from stepfast.core.faults import ErrorClass, FaultKind
 from stepfast.core.messages import CommitCheckpoint, CommitDone, ShardWritten, StartGeneration
 from stepfast.core.node_state import CommitEnded, FromJob
@@ -118,6 +118,18 @@ def test_an_abandoned_one_costs_no_good_one_its_place(tmp_path: Path, keep_last:
     there = job.save(50)
     good = [s for s in there if job.job.state.lineage.admits(s)]
     assert len(good) == min(keep_last, 2), there
+
+
+def test_a_commit_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    job = OneNode(tmp_path, 1, snap(10))
+    job.job.enter()
+    job.write(20)
+    before = job.start
+    job.fall_back_to(())
+    job.job.tick(PASSING_LIMIT_S - 1.0)
+    assert job.start is before
+    job.job.tick(2.0)
+    assert job.start.checkpoint == snap(10) and job.start is not before
 
 
 def test_a_newer_one_that_is_being_committed_is_waited_for(tmp_path: Path) -> None:

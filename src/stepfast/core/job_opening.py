@@ -50,7 +50,7 @@ def open_generation(turn: Turn) -> None:
     source = choose_source(held, state.lineage, state.durable)
     plan = source if isinstance(source, RestorePlan) else None
     stored = None if isinstance(source, RestorePlan) else source
-    if plan is None and is_about_to_be_passed(stored, state.lineage, state.durable):
+    if plan is None and is_about_to_be_passed(stored, state.lineage, state.durable, turn.now):
         return  # the end of that commit, good or bad, brings us back
     if source is None and would_start_over(held, state.lineage, state.durable, state.steps_max):
         steps = {rank: [s.step for s in snapshots] for rank, snapshots in held.items()}
