@@ -186,9 +186,7 @@ class Durable:
 
     def void(self, lineage: Lineage) -> frozenset[SnapshotId]:
         """Those that are there and never chosen: damaged, or of an abandoned branch."""
-        return frozenset(
-            c for c in self.committed if c in self.rejected or not lineage.admits(c)
-        )
+        return frozenset(c for c in self.committed if c in self.rejected or not lineage.admits(c))
 
     def holds(self, step: Step, lineage: Lineage) -> bool:
         """Whether this very step of the lineage is committed."""
