@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "stepfast"
 _NOT_OURS = {
     ".git",
     ".venv",
+    ".venv-cuda",
     "__pycache__",
     "build",
     "dist",

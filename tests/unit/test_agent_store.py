@@ -118,7 +118,7 @@ class Agent:
         told = self.write(step)
         shards = tuple(t.shard for t in told if isinstance(t, SlotWritten))
         assert len(shards) == 2, told
-        order = CommitShards(snap(step), shards, frozenset(), frozenset(map(snap, known)))
+        order = CommitShards(snap(step), shards, frozenset(), known=frozenset(map(snap, known)))
         ended = self.do(lambda work: work.commit(order))
         assert isinstance(ended, CommitEnded)
         return ended

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, debug, distribute_tensor
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -158,3 +160,20 @@ def test_modes_left_behind_are_reset_and_the_default_device_stays():
 def test_inference_mode_left_on_costs_the_process():
     with torch.inference_mode(), pytest.raises(OperatingError, match="replaced"):
         torch_private.reset_modes()
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_old_meshes_are_forgotten_under_every_torch(
+    fake_world: None, monkeypatch: pytest.MonkeyPatch, is_old: bool
+):
+    mesh = init_device_mesh("cpu", (2,))
+    distribute_tensor(torch.ones(4), mesh, [Shard(0)]).relu().sum()
+    # Called as the dispatcher calls it, so that something is in the cache on any path to it.
+    propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    spec = distribute_tensor(torch.ones(4), mesh, [Shard(0)])._spec
+    propagate(OpSchema(torch.ops.aten.relu.default, (spec,), {}))
+    assert propagate.cache.cache_info().currsize > 0
+    if is_old:
+        monkeypatch.delattr(debug, "_clear_sharding_prop_cache")
+    torch_private.forget_old_meshes()
+    assert propagate.cache.cache_info().currsize == 0

@@ -271,7 +271,9 @@ class DurableWork:
             seen = catalog.survey(store)
             vanished = seen.lacks(order.known)
             job_id = self._settings.job_id
-            removed = catalog.prune(store, retention, protected=protected, job_id=job_id, seen=seen)
+            removed = catalog.prune(
+                store, retention, protected=protected, void=order.void, job_id=job_id, seen=seen
+            )
             catalog.sweep_unfinished(store, in_flight=order.in_flight)
         except (OSError, StepfastError) as error:
             text = f"what need not be kept could not be removed, and is tried again: {error}"

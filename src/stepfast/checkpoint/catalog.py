@@ -6,6 +6,7 @@ Owns: listing, verifying, retention, sweeping. Does not own: who decides that a 
 Invariants:
 - A checkpoint is listed only if its manifest can be read and is that of its directory.
 - The newest one is never removed, nor are the last so many before it, nor what the caller protects.
+- What can never be gone on from costs nothing its place.
 - A job removes what it committed itself, and what nobody committed; a person any.
 - Its manifest goes first: what is half removed does not exist, and the next sweep ends it.
 - Names that are not ours are never touched.
@@ -93,17 +94,20 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
         assert self.keep_last >= 1, "the newest checkpoint is always kept"
         assert self.keep_every_steps >= 0, "every so many steps, or 0"
 
-    def surplus(self, snapshots: Collection[SnapshotId]) -> list[SnapshotId]:
+    def surplus(
+        self, snapshots: Collection[SnapshotId], void: Collection[SnapshotId] = ()
+    ) -> list[SnapshotId]:
         """Those of `snapshots` that need not stay, oldest first.
 
-        One that a newer generation has reached again is a branch that the job left. It takes no
-        place from the others, and goes when it is not among the newest.
+        One that a newer generation has reached again is a branch that the job left; `void` ones are
+        known to be of such a branch, or damaged. They take no place from the others, and go when
+        they are not among the newest: until then one can look at them.
         """
         newest_first = sorted(snapshots, reverse=True)
         kept = set(newest_first[: self.keep_last])
-        line = newest_first[:1]
-        for snapshot in newest_first[1:]:
-            if snapshot.step < line[-1].step:
+        line: list[SnapshotId] = []
+        for snapshot in newest_first:
+            if snapshot not in void and (not line or snapshot.step < line[-1].step):
                 line.append(snapshot)
         kept.update(line[: self.keep_last])
         if self.keep_every_steps:
@@ -201,19 +205,20 @@ def prune(
     retention: Retention,
     *,
     protected: Collection[SnapshotId] = (),
+    void: Collection[SnapshotId] = (),
     job_id: str | None = None,
     dry_run: bool = False,
     seen: Survey | None = None,
 ) -> list[SnapshotId]:
     """Remove what need not stay and is not `protected`; returns what that was, oldest first.
 
-    With `job_id`, checkpoints that other jobs committed count for nothing, and stay. One that
-    cannot be removed is in no other's way: the first of such errors comes at the end. `seen`: what
-    the store holds, for whom has just looked.
+    `void` ones take no place from the others. With `job_id`, checkpoints that other jobs committed
+    count for nothing, and stay. One that cannot be removed is in no other's way: the first of such
+    errors comes at the end. `seen`: what the store holds, for whom has just looked.
     """
     manifests = (survey(store) if seen is None else seen).manifests
     there = [m.snapshot for m in manifests if job_id in (None, m.job_id)]
-    surplus = [s for s in retention.surplus(there) if s not in protected]
+    surplus = [s for s in retention.surplus(there, void) if s not in protected]
     failures = []
     for snapshot in () if dry_run else surplus:
         try:

@@ -21,6 +21,8 @@ from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, Snapsho
 # it has failed, and the next is due.
 COMMIT_LIMIT_S = 900.0
 GATHERING_LIMIT_S = 3600.0
+# A job that goes on from the store waits so long for a newer checkpoint that is being committed.
+PASSING_LIMIT_S = 30.0
 # A job that ends may take so long to make its newest state durable: below the two minutes that a
 # spot instance is told beforehand.
 DRAIN_LIMIT_S = 90.0
@@ -182,6 +184,10 @@ class Durable:
         usable = self.committed - self.rejected
         return max((c for c in usable if lineage.admits(c)), default=None)
 
+    def void(self, lineage: Lineage) -> frozenset[SnapshotId]:
+        """Those that are there and never chosen: damaged, or of an abandoned branch."""
+        return frozenset(c for c in self.committed if c in self.rejected or not lineage.admits(c))
+
     def holds(self, step: Step, lineage: Lineage) -> bool:
         """Whether this very step of the lineage is committed."""
         usable = self.committed - self.rejected
@@ -204,6 +210,20 @@ def choose_source(
     if stored is not None and (plan is None or stored.step > plan.step):
         return stored
     return plan
+
+
+def is_about_to_be_passed(
+    stored: SnapshotId | None, lineage: Lineage, durable: Durable, now: float
+) -> bool:
+    """Whether a newer checkpoint is being committed than the one to go on from (None: there is
+    none), which may go for it while ranks still read. A commit that takes long is not waited for.
+    """
+    commit = durable.commit
+    if commit is None or stored is None:
+        return commit is not None
+    is_slow = now > commit.deadline - COMMIT_LIMIT_S + PASSING_LIMIT_S
+    is_newer = lineage.admits(commit.checkpoint) and commit.checkpoint.step > stored.step
+    return is_newer and not is_slow
 
 
 def would_start_over(

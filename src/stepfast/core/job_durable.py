@@ -203,7 +203,8 @@ def commit_if_whole(turn: Turn) -> None:
         durable=replace(durable, commit=Commit(checkpoint=checkpoint, node=node, deadline=deadline))
     )
     shards = tuple(s for _, s in sorted(durable.shards[checkpoint].items()))
-    turn.send(node, CommitCheckpoint(checkpoint=checkpoint, shards=shards))
+    void = tuple(sorted(durable.void(state.lineage)))
+    turn.send(node, CommitCheckpoint(checkpoint=checkpoint, shards=shards, void=void))
 
 
 def node_is_back(turn: Turn, node: NodeId) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from stepfast.core.durable import choose_source, would_start_over
+from stepfast.core.durable import choose_source, is_about_to_be_passed, would_start_over
 from stepfast.core.job_state import (
     JobState,
     Phase,
@@ -50,8 +50,8 @@ def open_generation(turn: Turn) -> None:
     source = choose_source(held, state.lineage, state.durable)
     plan = source if isinstance(source, RestorePlan) else None
     stored = None if isinstance(source, RestorePlan) else source
-    if source is None and state.durable.commit is not None:
-        return  # a checkpoint is being committed: its end, good or bad, brings us back
+    if plan is None and is_about_to_be_passed(stored, state.lineage, state.durable, turn.now):
+        return  # the end of that commit, good or bad, brings us back
     if source is None and would_start_over(held, state.lineage, state.durable, state.steps_max):
         steps = {rank: [s.step for s in snapshots] for rank, snapshots in held.items()}
         turn.end(

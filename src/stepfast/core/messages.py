@@ -351,10 +351,14 @@ class CheckpointAt(_Message, frozen=True, kw_only=True):
 
 
 class CommitCheckpoint(_Message, frozen=True, kw_only=True):
-    """Every shard is written: check them, write the manifest, then remove what need not be kept."""
+    """Every shard is written: check them, write the manifest, then remove what need not be kept.
+
+    `void` are committed ones that the job will never go on from: damaged, or abandoned.
+    """
 
     checkpoint: SnapshotId
     shards: tuple[ShardFile, ...]
+    void: tuple[SnapshotId, ...] = ()
 
 
 class CancelCheckpoint(_Message, frozen=True, kw_only=True):

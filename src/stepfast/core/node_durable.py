@@ -101,8 +101,12 @@ def commit(turn: NodeTurn, order: CommitCheckpoint) -> None:
     else:
         turn.update(committing=(*turn.state.committing, order.checkpoint))
         in_flight = {x for r in turn.state.ranks.values() for x in r.in_flight}
-        known = frozenset(turn.state.checkpoints or ())
-        turn.emit(CommitShards(order.checkpoint, order.shards, frozenset(in_flight), known))
+        known, void = frozenset(turn.state.checkpoints or ()), frozenset(order.void)
+        turn.emit(
+            CommitShards(
+                order.checkpoint, order.shards, frozenset(in_flight), known=known, void=void
+            )
+        )
 
 
 def commit_ended(turn: NodeTurn, given: CommitEnded) -> None:

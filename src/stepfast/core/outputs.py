@@ -105,13 +105,15 @@ class CancelWrite:
 @dataclass(frozen=True, slots=True)
 class CommitShards:
     """Agent: check the shards and write the manifest; then remove what need not be kept, but
-    nothing that is `in_flight`. What of `known` the store has no more vanished.
+    nothing that is `in_flight`. What of `known` the store has no more vanished. The job will never
+    go on from `void` ones.
     """
 
     checkpoint: SnapshotId
     shards: tuple[ShardFile, ...]
     in_flight: frozenset[SnapshotId]
     known: frozenset[SnapshotId] = frozenset()
+    void: frozenset[SnapshotId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

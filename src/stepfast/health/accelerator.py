@@ -15,6 +15,7 @@ _PREFIXES = ("TORCH_", "NCCL_", "PYTORCH_", "CUDA_", "GLOO_", "OMP_", "FI_", "ST
 _OFF = ("", "0", "false", "no", "off")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _CHECK = "environment"
+_ONE_ALLOCATOR = "keep PYTORCH_ALLOC_CONF alone; before torch 2.9, PYTORCH_CUDA_ALLOC_CONF"
 
 
 class _Rule(NamedTuple):
@@ -107,9 +108,9 @@ def _visible_devices(variables: Mapping[str, str], *, has_gpu: bool, ranks: int)
 
 
 def _allocators(variables: Mapping[str, str]) -> list[Finding]:
-    """The old name and the new one, which wins, saying different things."""
+    """The old name and the new one, which wins from torch 2.9 on, saying different things."""
     old, new = variables.get("PYTORCH_CUDA_ALLOC_CONF"), variables.get("PYTORCH_ALLOC_CONF")
     if old is None or new is None or old == new:
         return []
     both = f"{shown('PYTORCH_CUDA_ALLOC_CONF', old)} and {shown('PYTORCH_ALLOC_CONF', new)}"
-    return [unhealthy(_CHECK, f"{both} contradict each other", "keep PYTORCH_ALLOC_CONF alone")]
+    return [unhealthy(_CHECK, f"{both} contradict each other", _ONE_ALLOCATOR)]

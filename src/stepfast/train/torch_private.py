@@ -90,11 +90,17 @@ def forget_old_meshes() -> None:
     """Empties DTensor's caches: they hand out older generations' meshes, which equal new ones."""
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import DTensor, debug
 
-    clear = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+        return
+    # Until torch 2.10 nothing empties both; the second cache, of compiled code, came with 2.10.
+    clear_compiled = getattr(debug, "_clear_fast_path_sharding_prop_cache", None)
+    if clear_compiled is not None:
+        clear_compiled()
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
 
 
 def end_loader_workers(iterator: object) -> None:
