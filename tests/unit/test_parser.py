@@ -14,11 +14,12 @@ from stepfast.cli.parser import parse
         ("run --checkpoint-interval 5 x.py", "-interval-s or --checkpoint-interval-steps? (see st"),
         ("run --strikt x.py", "did you mean --strict? (see stepfast run --help)"),
         ("run --frobnicate x.py", "no such flag: --frobnicate (see stepfast run --help)"),
+        ("run --checkpoints s3:/bucket x.py", "s3:/bucket has one slash behind its scheme: s3://b"),
         ("ckpt ls --jsn x", "did you mean --json? (see stepfast ckpt ls --help)"),
         ("ckpt ls x y", "y is one argument too many (see stepfast ckpt ls --help)"),
     ],
 )
-def test_an_unknown_flag_is_answered_with_the_nearest_one_and_the_commands_help(
+def test_what_is_mistyped_is_answered_with_what_is_near(
     line: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line.split()) == 78

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepfast.checkpoint.store import check_slashes
 from stepfast.cli.parser import parse
 from stepfast.config import (
     LOOPBACK_HOSTS,
@@ -89,6 +90,7 @@ def _config(options: argparse.Namespace) -> JobConfig:
         given[name] = tuple(value) if isinstance(value, list) else parse_text(name, value)
     file = Path(options.config) if options.config else None
     config = load_config(file, os.environ, given)
+    check_slashes(config.checkpoints)
     if config.fault and options.command != "agent":
         from stepfast.chaos.inject import parse_fault
 

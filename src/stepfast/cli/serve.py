@@ -22,7 +22,6 @@ import stepfast
 from stepfast.agent import memory
 from stepfast.agent.daemon import KEPT_MARK, Agent, Script
 from stepfast.checkpoint.arena import job_slots
-from stepfast.checkpoint.store import check_slashes
 from stepfast.cli.check import Outlook, check_settings, look_ahead, misfits, obstacles, table
 from stepfast.config import JobConfig, metadata_of, split_address
 from stepfast.coordinator.journal import (
@@ -290,7 +289,6 @@ def _checkpoint_settings(config: JobConfig, job_dir: Path) -> CheckpointSettings
     if config.checkpoints == "none":
         return CheckpointSettings()
     url = config.checkpoints or str(job_dir / CHECKPOINTS_DIRECTORY)
-    check_slashes(url)
     return CheckpointSettings(
         url=url if "://" in url else str(Path(url).resolve()),
         interval_steps=config.checkpoint_interval_steps,

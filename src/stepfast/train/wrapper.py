@@ -209,12 +209,17 @@ class RankProcess:
         )
 
 
+_REFUSAL_CHARS_MAX = 200  # the job's console has all of it
+
+
 def _shown(report: ExceptionReport) -> str:
     """What the rank's log shows: one line where a traceback says nothing."""
     if report.error_class is ErrorClass.COLLECTIVE:
         return f"stepfast: lost its peers ({report.type})\n"
     if is_plain_refusal(report):
-        return f"stepfast: {report.message}\n"
+        more = len(report.message) - _REFUSAL_CHARS_MAX
+        rest = "... (the whole is in events.jsonl)" if more > 0 else ""
+        return f"stepfast: {report.message[:_REFUSAL_CHARS_MAX]}{rest}\n"
     return report.traceback
 
 
