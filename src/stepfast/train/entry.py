@@ -6,6 +6,7 @@ Owns: the door of the rank (it reads the environment), the present process. Does
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import runpy
@@ -135,11 +136,13 @@ def _run_plain(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[s
         device_type=device_type,
     )
     run = Run(host)
-    try:
-        result = function(run, *args, **kwargs)
-        run.finish()
-    finally:
-        if ours and sys.exc_info()[0] is None:
-            # not on the error path: a collective teardown would hide the error
-            dist.destroy_process_group()
+    result = function(run, *args, **kwargs)
+    run.finish()
+    # Not where it raised: a collective teardown would hide the error.
+    if ours:
+        dist.destroy_process_group()
+        # Groups that a model's cycles refer to must end while the interpreter is whole: later,
+        # their threads may end the process with SIGABRT (torch 2.13).
+        del run, host
+        gc.collect()
     return result
