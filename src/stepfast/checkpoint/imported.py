@@ -17,11 +17,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint import plain
-from stepfast.checkpoint.blocks import BlockHasher
 from stepfast.checkpoint.catalog import survey
 from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.foreign.dcp import METADATA_FILE, read_dcp
@@ -34,10 +31,10 @@ from stepfast.checkpoint.manifest import (
     Manifest,
     ShardFile,
     checkpoint_name,
-    digest_text,
     shard_name,
 )
 from stepfast.checkpoint.store import CheckpointStore, ObjectWriter
+from stepfast.checkpoint.writer import ShardHasher
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import ConfigError
 from stepfast.runtime.ports import Buffer
@@ -130,8 +127,9 @@ def import_checkpoint(
             for piece in pieces(source.place, old, tensor):
                 hashed.write(piece)
         hashed.write(frame)
-    assert hashed.done_bytes == layout.file_bytes, "every byte has its place"
-    return commit(store, _manifest(source, snapshot, hashed.shard(name, layout.digest), version))
+    assert hashed.hasher.size_bytes == layout.file_bytes, "every byte has its place"
+    file = hashed.hasher.file(0, name, layout.digest)
+    return commit(store, _manifest(source, snapshot, file, version))
 
 
 def _is_dcp(path: Path) -> bool:
@@ -213,27 +211,13 @@ class _Hashed:
     def __init__(
         self, writer: ObjectWriter, size_bytes: int, progress: Callable[[int, int], None]
     ) -> None:
-        self.done_bytes = 0
+        self.hasher = ShardHasher()
         self._writer, self._size_bytes, self._progress = writer, size_bytes, progress
-        self._whole, self._blocks = xxhash.xxh3_128(), BlockHasher()
 
     def write(self, data: Buffer) -> None:
-        self._whole.update(data)
-        self._blocks.update(data)
+        self.hasher.update(data)
         self._writer.write(data)
-        self.done_bytes += len(data)
-        self._progress(self.done_bytes, self._size_bytes)
-
-    def shard(self, name: str, layout_digest: str) -> ShardFile:
-        return ShardFile(
-            rank=0,
-            name=name,
-            size_bytes=self.done_bytes,
-            digest=digest_text(self._whole.hexdigest()),
-            layout_digest=layout_digest,
-            block_bytes=self._blocks.block_bytes,
-            blocks=self._blocks.digests(),
-        )
+        self._progress(self.hasher.size_bytes, self._size_bytes)
 
 
 @contextlib.contextmanager

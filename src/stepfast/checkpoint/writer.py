@@ -42,7 +42,7 @@ from stepfast.checkpoint.store import CheckpointStore, ObjectWriter
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import OperatingError, StateError
 from stepfast.runtime.clock import SystemClock
-from stepfast.runtime.ports import Clock
+from stepfast.runtime.ports import Buffer, Clock
 
 # Bigger pieces leave the processor's cache between read and hash, smaller ones cost calls.
 PIECE_BYTES = 1 << 20
@@ -109,7 +109,7 @@ def write_slot(
     with _OpenSlot(slot_path, snapshot) as slot:
         size_bytes = slot.layout.file_bytes
         with contextlib.ExitStack() as stack:
-            hasher, blocks = xxhash.xxh3_128(), BlockHasher()
+            hasher = ShardHasher()
             writer = None
             if not is_committed:
                 writer = stack.enter_context(store.writer(f"{directory}/{name}", size_bytes))
@@ -119,28 +119,45 @@ def write_slot(
                 piece = behind.free()[: size_bytes - done]
                 slot.fill(done, piece)
                 hasher.update(piece)
-                blocks.update(piece)
                 behind.write(piece)
                 done += len(piece)
                 progress(done, size_bytes)
                 pace.wait_after(done)
             behind.finish()
             slot.check_untouched()
-    file = ShardFile(
-        rank=rank,
-        name=name,
-        size_bytes=size_bytes,
-        digest=digest_text(hasher.hexdigest()),
-        layout_digest=slot.layout.digest,
-        block_bytes=blocks.block_bytes,
-        blocks=blocks.digests(),
-    )
+    file = hasher.file(rank, name, slot.layout.digest)
     if is_committed and file not in decode_manifest(store.read(manifest_name)).files:
         raise StateError(
             f"{store.url}/{directory} is committed already, with other bytes; if it is another"
             " job's, give this job a place of its own for its checkpoints"
         )
     return file
+
+
+class ShardHasher:
+    """The checksums of a rank's file whose bytes come in order: of the whole, and of its blocks."""
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._whole, self._blocks = xxhash.xxh3_128(), BlockHasher()
+
+    def update(self, data: Buffer) -> None:
+        """The next bytes."""
+        self._whole.update(data)
+        self._blocks.update(data)
+        self.size_bytes += len(data)
+
+    def file(self, rank: int, name: str, layout_digest: str) -> ShardFile:
+        """Behind the last byte: what the manifest says of the file."""
+        return ShardFile(
+            rank=rank,
+            name=name,
+            size_bytes=self.size_bytes,
+            digest=digest_text(self._whole.hexdigest()),
+            layout_digest=layout_digest,
+            block_bytes=self._blocks.block_bytes,
+            blocks=self._blocks.digests(),
+        )
 
 
 class _WriteBehind:

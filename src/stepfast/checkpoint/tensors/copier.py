@@ -156,8 +156,14 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """
     for piece in pieces(targets, sources, _AT_ONE_GO):
         piece()
-    # Which memmove leaves as they were; whoever kept such a tensor for a backward must notice.
-    changed = [target for target in targets if not target.is_inference()]
+    count_as_changed(targets)
+
+
+def count_as_changed(tensors: Sequence[Tensor]) -> None:
+    """Raise the versions of tensors whose memory was written to behind torch's back: whoever kept
+    one for a backward must notice.
+    """
+    changed = [tensor for tensor in tensors if not tensor.is_inference()]
     torch.autograd.graph.increment_version(changed)
 
 

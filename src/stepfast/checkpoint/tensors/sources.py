@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from stepfast.checkpoint.layout import Entry
 from stepfast.checkpoint.shard import StoredShard
-from stepfast.checkpoint.tensors.copier import copy_all, is_plain
+from stepfast.checkpoint.tensors.copier import copy_all, count_as_changed, is_plain
 from stepfast.checkpoint.tensors.local import over
 from stepfast.checkpoint.tensors.restoration import Copy, Views
 
@@ -39,7 +38,7 @@ def from_file(shard: StoredShard) -> Copy:
         for target, entry in zip(targets, entries, strict=True):
             (direct if _is_as_saved(target, entry) else others).append((target, entry))
         shard.fill((entry, _memory_of(target)) for target, entry in direct)
-        _count_as_changed([target for target, _ in direct])
+        count_as_changed([target for target, _ in direct])
         if others:
             views([target for target, _ in others], [entry for _, entry in others])
 
@@ -55,8 +54,3 @@ def _memory_of(tensor: Tensor) -> memoryview:
     """The tensor's own bytes; it must outlive them."""
     size_bytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_uint8 * size_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _count_as_changed(tensors: Sequence[Tensor]) -> None:
-    """Whoever kept one for a backward must notice."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
