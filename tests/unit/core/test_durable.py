@@ -11,6 +11,7 @@ import pytest
 from stepfast.core.durable import (
     COMMIT_LIMIT_S,
     DRAIN_LIMIT_S,
+    STALL_LIMIT_S,
     CheckpointSettings,
     Durable,
     ShardFile,
@@ -50,7 +51,6 @@ from stepfast.core.node_state import (
     SlotWritten,
     StoreUnusable,
 )
-from stepfast.core.node_writes import STALL_LIMIT_S
 from stepfast.core.outputs import (
     CommitShards,
     EndProcess,
