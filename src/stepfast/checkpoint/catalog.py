@@ -130,6 +130,17 @@ def survey(store: CheckpointStore) -> Survey:
     )
 
 
+def cut_files(store: CheckpointStore, manifest: Manifest) -> list[Finding]:
+    """The files of a checkpoint that are not there, or not as long as they were written; of one
+    that was removed meanwhile, none. By a listing alone: `verify` reads all bytes.
+    """
+    sizes = store.sizes_bytes(manifest.name)
+    if _manifest_name(manifest.snapshot) not in sizes:
+        return []
+    looked = (_misfit(manifest, f, sizes.get(f"{manifest.name}/{f.name}")) for f in manifest.files)
+    return [finding for finding in looked if finding is not None]
+
+
 def newest_generation(store: CheckpointStore) -> Generation:
     """The newest one that anything of ours in the store has, committed or not."""
     found = (parse_checkpoint_name(name) for name in store.directories())
@@ -303,13 +314,10 @@ def _verify_file(
 ) -> Finding | Layout:
     name = f"{manifest.name}/{file.name}"
     try:
-        size_bytes = store.size_bytes(name)
-        if size_bytes is None:
-            return Finding(name, Damage.MISSING, "the file is not there")
-        if size_bytes != file.size_bytes:
-            text = f"it has {size_bytes} bytes, and was written with {file.size_bytes}"
-            return Finding(name, Damage.SIZE, text)
-        if _digest(store, name, size_bytes, count) != file.digest:
+        misfit = _misfit(manifest, file, store.size_bytes(name))
+        if misfit is not None:
+            return misfit
+        if _digest(store, name, file.size_bytes, count) != file.digest:
             return Finding(name, Damage.DIGEST, "its bytes are not those that were written")
         layout, held = read_layout(store, name)
         if held != manifest.snapshot or layout.digest != file.layout_digest:
@@ -317,6 +325,16 @@ def _verify_file(
     except StateError as error:
         return Finding(name, Damage.UNREADABLE, str(error))
     return layout
+
+
+def _misfit(manifest: Manifest, file: ShardFile, size_bytes: int | None) -> Finding | None:
+    name = f"{manifest.name}/{file.name}"
+    if size_bytes is None:
+        return Finding(name, Damage.MISSING, "the file is not there")
+    if size_bytes != file.size_bytes:
+        text = f"it has {size_bytes} bytes, and was written with {file.size_bytes}"
+        return Finding(name, Damage.SIZE, text)
+    return None
 
 
 def _digest(store: CheckpointStore, name: str, size_bytes: int, count: _Count) -> str:

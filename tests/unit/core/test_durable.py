@@ -429,7 +429,7 @@ def test_where_no_checkpoint_can_be_used_the_job_does_not_begin_anew():
     damaged(rig, 2)
     rig.leave(0, 1, 2, 3)
     (end,) = rig.all_of(JobEnded)
-    assert "none of 1 checkpoints can be used; refusing to start over" in end.reason
+    assert "of 1 checkpoint none can be used; refusing to start over" in end.reason
 
 
 def test_a_collateral_io_error_rejects_nothing():
