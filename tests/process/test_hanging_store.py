@@ -338,7 +338,7 @@ from stepfast.core.terms import Rank
 from unit.core.rigs import settings
 from unit.stored_checkpoints import snap
 
-async def main(url, slot_root):
+async def main(what, url, slot_root):
     told = settings(nodes=1, checkpoints=CheckpointSettings(url=url))
     given = asyncio.Queue()
     work = DurableWork(told, Path(slot_root), given.put_nowait)
@@ -347,9 +347,11 @@ async def main(url, slot_root):
     assert isinstance(listed, CheckpointsListed), listed
     print("listed", flush=True)
     sys.stdin.readline()
-    for rank in range(2):
-        work.write(WriteSlot(Rank(rank), snap(9)))
-    print("writing", flush=True)
+    if what == "write":
+        work.write(WriteSlot(Rank(0), snap(9)))
+    else:
+        work.list_checkpoints()
+    print("begun", flush=True)
     sys.stdin.readline()
     work.close(is_job_over=True)
 
@@ -357,12 +359,16 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize(("what", "hangs_at"), [("write", "/"), ("list", "manifest.json")])
 def test_an_agent_ends_though_its_store_answers_nothing(
-    tmp_path: Path, proxy: Proxy, gate: Gate
+    tmp_path: Path, proxy: Proxy, gate: Gate, what: str, hangs_at: str
 ) -> None:
-    agent, store = in_service(tmp_path, "end")
+    """Where one thread of it asks, and where several ask at once."""
+    agent, store = in_service(tmp_path, f"end-{what}")
+    agent.slots.save(store, snap(7), snap(8))
     agent.seal(9)
-    command = [sys.executable, "-c", AGENT, store.url, str(agent.slot_root)]
+    proxy.plan = lambda method, path: gate.pass_through() if hangs_at in path else None
+    command = [sys.executable, "-c", AGENT, what, store.url, str(agent.slot_root)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, **pipes, cwd=Path(__file__).parent.parent)
     try:
@@ -370,7 +376,7 @@ def test_an_agent_ends_though_its_store_answers_nothing(
         assert process.stdout.readline() == "listed\n"
         gate.shut()
         print("go on", file=process.stdin, flush=True)
-        assert process.stdout.readline() == "writing\n"
+        assert process.stdout.readline() == "begun\n"
         asyncio.run(gate.has_caught())
         began = time.monotonic()
         print("go on", file=process.stdin, flush=True)

@@ -40,7 +40,7 @@ from stepfast.core.job_state import JobState
 from stepfast.core.messages import JobSettings, RankChecked, TrackedObject
 from stepfast.core.node_state import CheckpointsListed, StoreUnusable
 from stepfast.core.placement import node_of
-from stepfast.core.quantities import counted, listed, size_text
+from stepfast.core.quantities import counted, numbered, size_text
 from stepfast.core.recovery import RestorePlan
 from stepfast.core.terms import JobId, Rank, SnapshotId
 from stepfast.errors import OperatingError
@@ -236,7 +236,7 @@ def misfits(state: JobState) -> list[str]:
     for rank, report in sorted(state.checked.items()):
         if report.misfits:
             ranks_by_text.setdefault(report.misfits, []).append(rank)
-    return [f"{text} ({listed('rank', ranks)})" for text, ranks in ranks_by_text.items()]
+    return [f"{text} ({numbered('rank', ranks)})" for text, ranks in ranks_by_text.items()]
 
 
 def needed_bytes(outlook: Outlook, reports: Iterable[RankChecked]) -> int:
@@ -364,7 +364,7 @@ def _notes(outlook: Outlook, reports: list[RankChecked]) -> list[str]:
     if not other:
         return remarks
     text = "the slots to resume from were laid out otherwise than this script would now"
-    return [*remarks, f"{listed('rank', other)}: {text}: if it changed, resuming may fail"]
+    return [*remarks, f"{numbered('rank', other)}: {text}: if it changed, resuming may fail"]
 
 
 def _steps(count: int) -> str:

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from stepfast.core.quantities import counted, listed
+from stepfast.core.quantities import counted, numbered
 from stepfast.core.terms import Generation, NodeId, Rank, Step
 
 
@@ -205,7 +205,7 @@ def _is_over(e: Evidence) -> bool:
 
 
 def _names(evidence: Sequence[Evidence]) -> str:
-    return listed("rank", [e.rank for e in evidence])
+    return numbered("rank", [e.rank for e in evidence])
 
 
 _CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV

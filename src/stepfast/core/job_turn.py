@@ -14,7 +14,7 @@ from stepfast.core.faults import Fault
 from stepfast.core.job_state import Drain, JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, FinishJob, FromCoordinator, RankReturned
 from stepfast.core.outputs import Output, Persist, Record, SendToNode
-from stepfast.core.quantities import listed
+from stepfast.core.quantities import numbered
 from stepfast.core.terms import NO_GENERATION, NodeId, Rank, Step
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN
 from stepfast.events import Event, JobEnded, Note
@@ -125,7 +125,7 @@ class Turn:
         end = self.state.end
         if end is not None and end.status == "finished":
             reason = (
-                f"{end.reason}, but {listed('rank', ranks)} failed behind the resilient function"
+                f"{end.reason}, but {numbered('rank', ranks)} failed behind the resilient function"
             )
             self.update(end=replace(end, exit_code=EXIT_TRY_AGAIN, reason=reason))
 

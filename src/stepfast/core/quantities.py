@@ -22,7 +22,7 @@ def counted(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
-def listed(word: str, numbers: Collection[int]) -> str:
+def numbered(word: str, numbers: Collection[int]) -> str:
     """`rank 3`, `ranks 0, 1`."""
     plural = "" if len(numbers) == 1 else "s"
     return f"{word}{plural} {', '.join(map(str, numbers))}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stepfast.core.quantities import counted, listed, size_text
+from stepfast.core.quantities import counted, numbered, size_text
 from stepfast.events import (
     CheckpointCommitted,
     CheckpointLost,
@@ -57,7 +57,7 @@ def line_of(event: Event) -> str | None:
             return f"no checkpoint of step {event.step}: {reason}"
         case CheckpointsVanished():
             return (
-                f"checkpoints vanished: {listed('step', event.steps)} not in {event.url} any more"
+                f"checkpoints vanished: {numbered('step', event.steps)} not in {event.url} any more"
                 " (deleted or renamed, or what was mounted there is not); new ones go there"
             )
         case CheckpointRejected():
