@@ -40,6 +40,7 @@ BROAD_EXCEPTS = {
     "src/stepfast/train/report.py::_message": "the text of a user's exception is user code",
     "src/stepfast/train/forming.py::Helper._run": "handed to the thread that waits for it",
     "src/stepfast/checkpoint/writer.py::_WriteBehind._run": "handed to the thread that reads",
+    "src/stepfast/checkpoint/parallel.py::_Workers._run": "handed to the thread that asks",
 }
 BROAD_EXCEPTS_PER_LINE = 0.5 / 1000
 BROAD_EXCEPTS_WHILE_SMALL = 8  # as many as 16,000 lines may have

@@ -149,7 +149,7 @@ def test_where_all_are_damaged_nothing_begins_anew(half_way: Path, tmp_path: Pat
         flip_a_byte(file)
     flags = ("--checkpoints", half_way)
     job = run_job(tmp_path, TINY, *ARGS, layout=LAYOUT, flags=flags, expected=78)
-    assert "none of 2 checkpoints can be used" in job.of_type(JobEnded)[0].reason
+    assert "of 2 checkpoints none can be used" in job.of_type(JobEnded)[0].reason
 
 
 def test_a_store_that_cannot_be_is_refused_at_once(tmp_path: Path):

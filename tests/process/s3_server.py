@@ -109,3 +109,16 @@ class Proxy:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def environment_of(proxy: Proxy) -> dict[str, str]:
+    """Credentials and an endpoint that lead to the proxy."""
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_SESSION_TOKEN": SESSION_TOKEN,
+        "AWS_ENDPOINT_URL": proxy.url,
+        "AWS_METADATA_ENDPOINT": proxy.url,
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_REGION": "us-east-1",
+    }

@@ -24,6 +24,7 @@ from process.s3_server import (
     SESSION_TOKEN,
     SLOW_DOWN,
     Proxy,
+    environment_of,
     running_server,
 )
 from stepfast.checkpoint import objects
@@ -60,16 +61,7 @@ def server_port() -> Iterator[int]:
 def proxy(server_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """The way to the server; this process's credentials and endpoint lead there."""
     proxy = Proxy(server_port)
-    environment = {
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        "AWS_SESSION_TOKEN": SESSION_TOKEN,
-        "AWS_ENDPOINT_URL": proxy.url,
-        "AWS_METADATA_ENDPOINT": proxy.url,
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_REGION": "us-east-1",
-    }
-    for name, value in environment.items():
+    for name, value in environment_of(proxy).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(objects, "PART_BYTES_MIN", PART_BYTES)
     quick = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=20)}

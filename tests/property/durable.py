@@ -81,9 +81,10 @@ class WorldStore:
     def _call_off(self, agent: Agent, order: CancelWrite) -> None:
         """At its next piece the thread sees it; one that hangs never does."""
         for write in self.writes:
-            called = (write.agent, write.order.rank, write.order.checkpoint)
-            if called == (agent, order.rank, order.checkpoint) and not write.is_hung:
-                told = SlotNotWritten(order.rank, order.checkpoint, "called off")
+            its = write.order
+            called = (write.agent, its.rank, its.checkpoint, its.attempt)
+            if called == (agent, order.rank, order.checkpoint, order.attempt) and not write.is_hung:
+                told = SlotNotWritten(order.rank, order.checkpoint, "called off", order.attempt)
                 self.world.at(0.003, lambda write=write: self._end_write(write, lambda: told))
 
     def _end_write(self, write: _Write, work: Any) -> None:
@@ -98,7 +99,9 @@ class WorldStore:
         mine = [write for write in self.writes if write.agent is agent]
         for write in mine:
             write.signs += not write.is_hung
-        return tuple(WriteSigns(w.order.rank, w.order.checkpoint, w.signs) for w in mine)
+        return tuple(
+            WriteSigns(w.order.rank, w.order.checkpoint, w.signs, w.order.attempt) for w in mine
+        )
 
     def heal(self) -> None:
         """What hung goes on."""
@@ -122,10 +125,12 @@ class WorldStore:
         is_last = order.checkpoint.step >= self.world.shape.steps
         is_reliable = is_last or bool(self.world.shape.write_s)
         if not is_reliable and self.world.random.random() < _FAILURES:
-            return SlotNotWritten(order.rank, order.checkpoint, "no space left")
+            return SlotNotWritten(order.rank, order.checkpoint, "no space left", order.attempt)
         if state is None or self.world.slots[order.rank].get(order.checkpoint) != state:
             self.world.watcher.slot_taken(order)
-            return SlotNotWritten(order.rank, order.checkpoint, "the slot was taken away")
+            return SlotNotWritten(
+                order.rank, order.checkpoint, "the slot was taken away", order.attempt
+            )
         self.shards[order.checkpoint, order.rank] = state
         shard = ShardFile(
             rank=order.rank,
@@ -135,7 +140,7 @@ class WorldStore:
             block_bytes=1,
             blocks="",
         )
-        return SlotWritten(order.rank, order.checkpoint, shard, 0.1)
+        return SlotWritten(order.rank, order.checkpoint, shard, 0.1, order.attempt)
 
     def _commit(self, order: CommitShards) -> Any:
         ranks = sorted(shard.rank for shard in order.shards)

@@ -151,7 +151,7 @@ def test_where_no_checkpoint_can_be_read_nothing_begins_anew(agent: Agent) -> No
     assert isinstance(agent.list(), CheckpointsListed), "memory is there to go on from"
     for rank in range(2):
         (agent.slot_root / f"rank-{rank}" / "slot-0.safetensors").unlink()
-    assert "none of 2 checkpoints can be read" in agent.refusal()
+    assert "of 2 checkpoints none can be read" in agent.refusal()
     assert str(manifests(agent)[0]) in agent.refusal()
 
 

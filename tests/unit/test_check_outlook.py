@@ -22,9 +22,9 @@ from stepfast.coordinator.journal import History, Journal, is_held, read_job_id
 from stepfast.core.durable import CheckpointSettings
 from stepfast.core.job_state import JobState
 from stepfast.core.messages import RankChecked, TrackedObject
+from stepfast.core.quantities import size_text
 from stepfast.core.recovery import Lineage
 from stepfast.core.terms import Generation, JobId, Rank, Step
-from stepfast.observe.sizes import size_text
 from stepfast.runtime.clock import SystemClock
 from unit.core.rigs import JobRig
 from unit.stored_checkpoints import Slots, snap
@@ -161,7 +161,7 @@ def test_a_store_of_which_nothing_can_be_read_is_refused(place: Place, tmp_path:
     (manifest,) = store.root.glob("*/manifest.json")
     manifest.write_bytes(b"{}")
     (obstacle,) = place.look(History()).obstacles
-    assert "none of 1 checkpoints can be read" in obstacle and str(manifest) in obstacle
+    assert "of 1 checkpoint none can be read" in obstacle and str(manifest) in obstacle
     for rank in range(2):
         place.seal(rank, 3)
     outlook = place.look()
@@ -232,7 +232,7 @@ def test_slots_of_another_layout_are_said(place: Place):
     same = "\n".join(table(outlook, state_of(report(0, digest), report(1, digest))))
     other = "\n".join(table(outlook, state_of(report(0, digest), report(1))))
     assert "laid out otherwise" not in same
-    assert "ranks [1]: the slots to resume from were laid out otherwise" in other
+    assert "rank 1: the slots to resume from were laid out otherwise" in other
 
 
 def test_what_does_not_fit_a_checkpoint_is_said_once_and_what_a_run_would_remark_is_a_note(

@@ -143,8 +143,9 @@ def test_below_means_below_as_a_directory(store: CheckpointStore) -> None:
         assert store.put_if_absent(name, b"x")
     assert store.names() == ["a.b/e", "a/b", "a/c/d", "ab"]
     assert store.names("a") == store.names("a/") == ["a/b", "a/c/d"]
+    assert store.sizes_bytes("a") == {"a/b": 1, "a/c/d": 1}
     assert store.directories() == ["a", "a.b"]
-    assert store.names("nothing") == []
+    assert store.names("nothing") == [] and store.sizes_bytes("nothing") == {}
     store.delete_below("a")
     assert store.names() == ["a.b/e", "ab"]
     store.delete("ab")

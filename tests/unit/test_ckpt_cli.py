@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -154,6 +155,12 @@ def test_listing_tells_all_there_is(job: Path, run: Run) -> None:
     status, said = run("ls", job / "checkpoints" / "step-000000020-gen-0001")
     assert [line.split()[0] for line in said.splitlines()] == ["STEP", "20"], "not its siblings"
     assert run("ls", spoiled.parent)[1].count("\n") == 2
+    cut = job / "checkpoints" / "step-000000030-gen-0001" / "rank-00001-of-00002.safetensors"
+    os.truncate(cut, 100)
+    cut.with_name("rank-00000-of-00002.safetensors").unlink()
+    gone, short = run("ls", cut.parent)[1].splitlines()[-2:]
+    assert gone.startswith("damaged: step-000000030") and gone.endswith("the file is not there")
+    assert short.startswith(f"damaged: {cut.parent.name}/{cut.name}: it has 100 bytes, and was")
     status, said = run("ls", job / "checkpoints", "--json")
     listed = json.loads(said)
     assert [one["step"] for one in listed["checkpoints"]] == [30, 20]

@@ -124,7 +124,7 @@ def test_slots_fit_or_do_not():
     assert room(GIB, available_bytes=4 * GIB).verdict is UNHEALTHY, "a tmpfs may promise too much"
     unsaid = room(0)
     assert unsaid.verdict is UNKNOWN
-    assert "up to 1.00 GiB of state each" in unsaid.evidence
+    assert "with 2 ranks up to 1.0 GiB of state each" in unsaid.evidence
 
 
 def test_the_container_limits_what_is_available():

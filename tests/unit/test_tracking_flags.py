@@ -240,5 +240,5 @@ def test_a_group_that_only_the_snapshot_has_is_said_with_what_to_do(tmp_path: Pa
     objects = make()
     objects["optimizer"].add_param_group({"params": list(objects["model"][1].parameters())})
     taken = take(tmp_path, objects)
-    with pytest.raises(StateError, match=r"1 parameter groups, .* has 2; .* add_param_group\(\)"):
+    with pytest.raises(StateError, match=r"1 parameter group, .* has 2; .* add_param_group\(\)"):
         restore(taken, make())

@@ -174,6 +174,7 @@ def test_every_schedule_goes_on_bitwise(tmp_path: Path, name: str) -> None:
     check_round_trip(tmp_path, lambda: scheduled(name), work)
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR's own, in torch 2.8
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "OneCycleLR", "SequentialLR"])
 def test_a_learning_rate_that_is_a_tensor(tmp_path: Path, name: str) -> None:
     check_round_trip(tmp_path, lambda: scheduled(name, torch.tensor(0.1)))

@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import stepfast
+from stepfast.train.torch_private import forget_old_meshes
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_llama.py"
 
@@ -91,7 +91,7 @@ def world(rank: int = 0, size: int = 1) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it holds meshes, and so the rank that has just ended
+        forget_old_meshes()  # or torch's caches hold the rank that has just ended
         torch.set_num_threads(threads)
 
 

@@ -77,7 +77,7 @@ class DurableWork:
         self._slot_root = slot_root
         self._feed = feed
         self._loop = asyncio.get_running_loop()
-        self._writes: dict[tuple[Rank, SnapshotId], _Write] = {}
+        self._writes: dict[tuple[Rank, SnapshotId, int], _Write] = {}
         self._opened: tuple[CheckpointStore, StoreOwner] | None = None
         self._opening = threading.Lock()
         self._is_closed = threading.Event()
@@ -89,19 +89,22 @@ class DurableWork:
 
     def write(self, order: WriteSlot) -> None:
         """A slot into the store."""
-        broken = SlotNotWritten(order.rank, order.checkpoint, _BROKEN)
-        write = self._writes[order.rank, order.checkpoint] = _Write()
+        broken = SlotNotWritten(order.rank, order.checkpoint, _BROKEN, order.attempt)
+        write = self._writes[order.rank, order.checkpoint, order.attempt] = _Write()
         self._begin(f"write-{order.rank}", lambda: self._write(order, write), broken)
 
     def cancel(self, order: CancelWrite) -> None:
         """Its thread ends at the next piece. One that sits in a call of the store ends with it."""
-        write = self._writes.get((order.rank, order.checkpoint))
+        write = self._writes.get((order.rank, order.checkpoint, order.attempt))
         if write is not None:
             write.is_cancelled = True
 
     def signs(self) -> tuple[WriteSigns, ...]:
         """What the writes under way have given so far."""
-        return tuple(WriteSigns(r, c, write.signs) for (r, c), write in self._writes.items())
+        return tuple(
+            WriteSigns(rank, checkpoint, write.signs, attempt)
+            for (rank, checkpoint, attempt), write in self._writes.items()
+        )
 
     def commit(self, order: CommitShards) -> None:
         """The manifest, and the end of what need not be kept."""
@@ -133,7 +136,7 @@ class DurableWork:
 
     def _ended_with(self, given: NodeInput) -> None:
         if isinstance(given, SlotWritten | SlotNotWritten):
-            self._writes.pop((given.rank, given.checkpoint), None)
+            self._writes.pop((given.rank, given.checkpoint, given.attempt), None)
         self._feed(given)
 
     def _store(self) -> tuple[CheckpointStore, StoreOwner]:
@@ -205,8 +208,9 @@ class DurableWork:
                 progress=write.moved,
             )
         except (OSError, StepfastError) as error:
-            return SlotNotWritten(order.rank, order.checkpoint, str(error))
-        return SlotWritten(order.rank, order.checkpoint, shard, time.monotonic() - began)
+            return SlotNotWritten(order.rank, order.checkpoint, str(error), order.attempt)
+        seconds = time.monotonic() - began
+        return SlotWritten(order.rank, order.checkpoint, shard, seconds, order.attempt)
 
     def _commit(self, order: CommitShards) -> NodeInput:
         began = time.monotonic()
@@ -277,7 +281,7 @@ class DurableWork:
             catalog.sweep_unfinished(store, in_flight=order.in_flight)
         except (OSError, StepfastError) as error:
             text = f"what need not be kept could not be removed, and is tried again: {error}"
-            self._loop.call_soon_threadsafe(self._feed, NodeNoted("checkpoint store", text))
+            self._note(text)
             return frozenset(), vanished
         return frozenset(removed), vanished
 

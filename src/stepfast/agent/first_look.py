@@ -12,6 +12,7 @@ from stepfast.checkpoint.catalog import Finding, Survey
 from stepfast.checkpoint.manifest import checkpoint_name, parse_checkpoint_name
 from stepfast.core.durable import CheckpointSettings
 from stepfast.core.node_state import CheckpointsListed, StoreUnusable
+from stepfast.core.quantities import counted
 from stepfast.core.terms import NO_GENERATION, Generation, SnapshotId
 
 
@@ -40,7 +41,7 @@ def judge(
     if not committed and seen.damaged and not memory.is_held:
         first = _words(url, seen.damaged[0])
         return StoreUnusable(
-            f"none of {len(seen.damaged)} checkpoints can be read ({first}); choose"
+            f"of {counted(len(seen.damaged), 'checkpoint')} none can be read ({first}); choose"
             " another place for --checkpoints to begin anew"
         )
     # Older ones are no candidates: whatever they lack, a newer one is whole.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepfast.checkpoint.arena import make_private, sealed_slots
+from stepfast.core.quantities import counted
 
 _LAYOUT_FILE = "layout"
 HINT = "run with that layout again, or choose another --job-dir to begin anew"
@@ -76,7 +77,7 @@ def settle_layout(slot_root: Path, layout: str) -> Memory:
 
 def layout_words(world_size: int, nproc_per_node: int) -> str:
     """What a layout of the world is called."""
-    return f"{world_size} ranks, {nproc_per_node} per node"
+    return f"{counted(world_size, 'rank')}, {nproc_per_node} per node"
 
 
 def mend(slot_root: Path, layout: str) -> None:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from stepfast.checkpoint.arena import WHO_REMOVES, Arena, Slot
+from stepfast.core.quantities import counted
 from stepfast.core.terms import SnapshotId, Step
 from stepfast.errors import OperatingError
 
@@ -260,8 +261,8 @@ class Capture:
         if gone:
             self._note(
                 "snapshots removed",
-                f"{len(gone)} slots in {self._arena.directory} were removed by another process"
-                f" ({WHO_REMOVES}); they are laid anew, and what they held is lost",
+                f"another process removed {counted(len(gone), 'slot')} in {self._arena.directory}"
+                f" ({WHO_REMOVES}); what is gone is laid anew, and what it held is lost",
             )
 
     def _wait_for_slot(self) -> tuple[Slot, float]:

@@ -129,6 +129,17 @@ def survey(store: CheckpointStore) -> Survey:
     )
 
 
+def cut_files(store: CheckpointStore, manifest: Manifest) -> list[Finding]:
+    """The files of a checkpoint that are not there, or not as long as they were written; of one
+    that was removed meanwhile, none. By a listing alone: `verify` reads all bytes.
+    """
+    sizes = store.sizes_bytes(manifest.name)
+    if _manifest_name(manifest.snapshot) not in sizes:
+        return []
+    looked = (_misfit(manifest, f, sizes.get(f"{manifest.name}/{f.name}")) for f in manifest.files)
+    return [finding for finding in looked if finding is not None]
+
+
 def newest_generation(store: CheckpointStore) -> Generation:
     """The newest one that anything of ours in the store has, committed or not."""
     found = (parse_checkpoint_name(name) for name in store.directories())
@@ -302,12 +313,9 @@ def _verify_file(
 ) -> Finding | Layout:
     name = f"{manifest.name}/{file.name}"
     try:
-        size_bytes = store.size_bytes(name)
-        if size_bytes is None:
-            return Finding(name, Damage.MISSING, "the file is not there")
-        if size_bytes != file.size_bytes:
-            text = f"it has {size_bytes} bytes, and was written with {file.size_bytes}"
-            return Finding(name, Damage.SIZE, text)
+        misfit = _misfit(manifest, file, store.size_bytes(name))
+        if misfit is not None:
+            return misfit
         if (wrong := _wrong_bytes(store, name, file, count)) is not None:
             text = f"bytes {wrong.start} to {wrong.stop} are not those that were written"
             return Finding(name, Damage.DIGEST, text)
@@ -317,6 +325,16 @@ def _verify_file(
     except StateError as error:
         return Finding(name, Damage.UNREADABLE, str(error))
     return layout
+
+
+def _misfit(manifest: Manifest, file: ShardFile, size_bytes: int | None) -> Finding | None:
+    name = f"{manifest.name}/{file.name}"
+    if size_bytes is None:
+        return Finding(name, Damage.MISSING, "the file is not there")
+    if size_bytes != file.size_bytes:
+        text = f"it has {size_bytes} bytes, and was written with {file.size_bytes}"
+        return Finding(name, Damage.SIZE, text)
+    return None
 
 
 def _wrong_bytes(store: CheckpointStore, name: str, file: ShardFile, count: _Count) -> range | None:

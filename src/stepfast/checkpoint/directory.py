@@ -103,6 +103,11 @@ class DirectoryStore:
         found = self._walk(prefix)
         return sorted(name for name, is_directory in found if not is_directory and _is_object(name))
 
+    def sizes_bytes(self, prefix: str) -> dict[str, int]:
+        """The sizes of all objects below `prefix`, by name."""
+        sizes = ((name, self.size_bytes(name)) for name in self.names(prefix))
+        return {name: size for name, size in sizes if size is not None}
+
     def directories(self) -> list[str]:
         """The directories in the root, sorted, empty ones too."""
         return [name for name, is_directory in self._entries("") if is_directory]

@@ -150,9 +150,13 @@ class ObjectStore:
 
     def names(self, prefix: str = "") -> list[str]:
         """The names of all objects below `prefix`, sorted."""
+        return sorted(self.sizes_bytes(prefix))
+
+    def sizes_bytes(self, prefix: str) -> dict[str, int]:
+        """The sizes of all objects below `prefix`, by name."""
         try:
             pages = obstore.list(self._store, prefix.rstrip("/") or None)
-            return sorted(str(found["path"]) for page in pages for found in page)
+            return {str(found["path"]): int(found["size"]) for page in pages for found in page}
         except _ERRORS as error:
             raise _failure(self._url(prefix), error) from None
 

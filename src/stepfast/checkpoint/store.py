@@ -81,6 +81,10 @@ class CheckpointStore(Protocol):
         """The names of all objects below `prefix`, sorted."""
         ...
 
+    def sizes_bytes(self, prefix: str) -> dict[str, int]:
+        """The same, each with its size: in a service by the listing alone."""
+        ...
+
     def directories(self) -> list[str]:
         """The first parts of all names that have more than one, sorted; on a disk also those of
         directories that nothing is in.

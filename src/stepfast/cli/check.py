@@ -40,10 +40,10 @@ from stepfast.core.job_state import JobState
 from stepfast.core.messages import JobSettings, RankChecked, TrackedObject
 from stepfast.core.node_state import CheckpointsListed, StoreUnusable
 from stepfast.core.placement import node_of
+from stepfast.core.quantities import counted, numbered, size_text
 from stepfast.core.recovery import RestorePlan
 from stepfast.core.terms import JobId, Rank, SnapshotId
 from stepfast.errors import OperatingError
-from stepfast.observe.sizes import size_text
 
 _OF_A_NEW_JOB = "checkpoints/ in a new job directory"
 
@@ -236,10 +236,7 @@ def misfits(state: JobState) -> list[str]:
     for rank, report in sorted(state.checked.items()):
         if report.misfits:
             ranks_by_text.setdefault(report.misfits, []).append(rank)
-    return [
-        f"{text} (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})"
-        for text, ranks in ranks_by_text.items()
-    ]
+    return [f"{text} ({numbered('rank', ranks)})" for text, ranks in ranks_by_text.items()]
 
 
 def needed_bytes(outlook: Outlook, reports: Iterable[RankChecked]) -> int:
@@ -310,12 +307,17 @@ def _tracked(reports: list[RankChecked]) -> list[str]:
         (
             name,
             shares[0].type,
-            f"{span([s.tensors for s in shares])} tensors",
+            _tensors_of(shares),
             _bytes_of(shares),
         )
         for name, shares in by_name.items()
     ]
     return aligned(rows, indent="")
+
+
+def _tensors_of(shares: list[TrackedObject]) -> str:
+    counts = {share.tensors for share in shares}
+    return counted(min(counts), "tensor") if len(counts) == 1 else f"{span([*counts])} tensors"
 
 
 def _bytes_of(shares: list[TrackedObject]) -> str:
@@ -362,7 +364,7 @@ def _notes(outlook: Outlook, reports: list[RankChecked]) -> list[str]:
     if not other:
         return remarks
     text = "the slots to resume from were laid out otherwise than this script would now"
-    return [*remarks, f"ranks {other}: {text}: if it changed, resuming may fail"]
+    return [*remarks, f"{numbered('rank', other)}: {text}: if it changed, resuming may fail"]
 
 
 def _steps(count: int) -> str:

@@ -25,6 +25,7 @@ from stepfast.checkpoint.catalog import (
     Finding,
     Retention,
     Survey,
+    cut_files,
     load_manifest,
     prune,
     survey,
@@ -44,9 +45,9 @@ from stepfast.checkpoint.manifest import (
 from stepfast.checkpoint.store import CheckpointStore, open_store
 from stepfast.checkpoint.whole import WholeCheckpoint, compare
 from stepfast.cli.tables import aligned
+from stepfast.core.quantities import counted, size_text
 from stepfast.core.terms import SnapshotId
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError, StateError
-from stepfast.observe.sizes import counted, size_text
 
 EVENTS_FILE = "events.jsonl"  # of a job directory
 JOB_FOLDER = "checkpoints"  # of a job directory
@@ -111,12 +112,13 @@ def choose(store: CheckpointStore, given: SnapshotId | None, step: str | None) -
 def _ls(options: argparse.Namespace) -> int:
     store, given = locate(options.url)
     seen = survey(store) if given is None else _alone(survey(store), given)
+    damaged = [*seen.damaged, *(cut for m in seen.manifests for cut in cut_files(store, m))]
     if options.json:
         _say_json(
             {
                 "url": store.url,
                 "checkpoints": [_summary(manifest) for manifest in seen.manifests],
-                "damaged": seen.damaged,
+                "damaged": damaged,
                 "unfinished": [checkpoint_name(s.step, s.generation) for s in seen.unfinished],
             }
         )
@@ -132,7 +134,7 @@ def _ls(options: argparse.Namespace) -> int:
         _say_table(("STEP", "GENERATION", "RANKS", "TENSORS", "SIZE", "CREATED", "JOB"), rows)
     else:
         _say(f"no checkpoint in {store.url}{_elsewhere(store.url)}")
-    for finding in seen.damaged:
+    for finding in damaged:
         _say(f"damaged: {finding.name}: {finding.text}")
     for snapshot in seen.unfinished:
         _say(f"not committed: {checkpoint_name(snapshot.step, snapshot.generation)}")
@@ -237,7 +239,7 @@ def _diff(options: argparse.Namespace) -> int:
                 _say(f"changed  {one.name} {old.dtype} {_shape(old)} -> {new.dtype} {_shape(new)}")
             case _:
                 _say(f"changed  {one.name}")
-    _say(f"{len(differences)} differences" if differences else "no difference")
+    _say(counted(len(differences), "difference") if differences else "no difference")
     return EXIT_TRY_AGAIN if differences else EXIT_FINISHED
 
 
@@ -255,7 +257,7 @@ def _prune(options: argparse.Namespace) -> int:
         return EXIT_FINISHED
     rule = f"the newest {options.keep_last}"
     if options.keep_every:
-        rule += f" and each at a multiple of {options.keep_every} steps"
+        rule += f" and each at a multiple of {counted(options.keep_every, 'step')}"
     _say(f"kept by the rule: {rule}")
     for name in names:
         _say(f"{'would remove' if options.dry_run else 'removed'} {name}")
@@ -278,7 +280,7 @@ def _export(options: argparse.Namespace) -> int:
     if options.json:
         _say_json({"url": checkpoint.stored.place, "files": files})
     else:
-        _say(f"{checkpoint.stored.place}: {len(files)} files in {options.directory}")
+        _say(f"{checkpoint.stored.place}: {counted(len(files), 'file')} in {options.directory}")
     return EXIT_FINISHED
 
 
@@ -295,7 +297,7 @@ def _export_by_torch(checkpoint: StoredCheckpoint, options: argparse.Namespace) 
     if options.json:
         _say_json({"url": checkpoint.place, "tensors": count})
     else:
-        _say(f"{checkpoint.place}: {count} tensors in {target}")
+        _say(f"{checkpoint.place}: {counted(count, 'tensor')} in {target}")
     return EXIT_FINISHED
 
 
@@ -322,8 +324,9 @@ def _import(options: argparse.Namespace) -> int:
         count = len(manifest.tensors)
         _say_json({"url": url, "tensors": count, "left_out": sorted(chosen.left_out)})
         return EXIT_FINISHED
+    tensors = counted(len(manifest.tensors), "tensor")
     size = size_text(sum(tensor.size_bytes for _, tensor in chosen.tensors.values()))
-    _say(f"{source.place} ({source.kind}): {len(manifest.tensors)} tensors, {size}, in {url}")
+    _say(f"{source.place} ({source.kind}): {tensors}, {size}, in {url}")
     if chosen.left_out:
         shown = ", ".join(sorted(chosen.left_out)[:_NAMES_SHOWN])
         more = "" if len(chosen.left_out) <= _NAMES_SHOWN else ", ..."

@@ -36,6 +36,7 @@ from stepfast.core.job_state import (
 from stepfast.core.membership import speaks_for
 from stepfast.core.messages import MESSAGE_BYTES_MAX, PROTOCOL_VERSION, FromCoordinator, Hello
 from stepfast.core.outputs import EndProcess, Output, Persist, Record, SendToNode
+from stepfast.core.quantities import counted
 from stepfast.core.terms import NodeId
 from stepfast.errors import OperatingError, StepfastError
 from stepfast.events import Event, JobOpened, Note
@@ -238,7 +239,7 @@ class JobServer:
         if hello.protocol != PROTOCOL_VERSION:
             return f"the agent speaks protocol {hello.protocol}, the coordinator {PROTOCOL_VERSION}"
         if not 0 <= hello.node < self.state.nodes:
-            return f"there is no node {hello.node}; the job has {self.state.nodes} nodes"
+            return f"there is no node {hello.node}; the job has {counted(self.state.nodes, 'node')}"
         if hello.node in self._peers and not self._may_take_over(hello):
             return f"node {hello.node} is already here; give each agent its own --node"
         return None

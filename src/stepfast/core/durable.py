@@ -23,6 +23,11 @@ COMMIT_LIMIT_S = 900.0
 GATHERING_LIMIT_S = 3600.0
 # A job that goes on from the store waits so long for a newer checkpoint that is being committed.
 PASSING_LIMIT_S = 30.0
+# A store that takes or answers nothing for so long is spoken of ...
+QUIET_AFTER_S = 60.0
+# ... and for so long, it is given up. Smaller gives up a service that is tried again for three
+# minutes, bigger keeps the slot from the next checkpoint.
+STALL_LIMIT_S = 300.0
 # A job that ends may take so long to make its newest state durable: below the two minutes that a
 # spot instance is told beforehand.
 DRAIN_LIMIT_S = 90.0

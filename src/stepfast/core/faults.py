@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from stepfast.core.quantities import counted, numbered
 from stepfast.core.terms import Generation, NodeId, Rank, Step
 
 
@@ -193,7 +194,8 @@ def _judge_waiting(waiting: Sequence[Evidence]) -> HangVerdict:
         reason = f"all ranks wait in the same collective; rank {behind.rank} stands for them"
     else:
         reason = (
-            f"rank {behind.rank} is {ahead.collectives - behind.collectives} collectives behind"
+            f"rank {behind.rank} is"
+            f" {counted(ahead.collectives - behind.collectives, 'collective')} behind"
         )
     return HangVerdict(culprits=((behind.rank, FaultKind.HANG),), reason=reason)
 
@@ -203,8 +205,7 @@ def _is_over(e: Evidence) -> bool:
 
 
 def _names(evidence: Sequence[Evidence]) -> str:
-    ranks = ", ".join(str(e.rank) for e in evidence)
-    return f"rank {ranks}" if len(evidence) == 1 else f"ranks {ranks}"
+    return numbered("rank", [e.rank for e in evidence])
 
 
 _CRASH_SIGNALS = frozenset({4, 6, 7, 8, 11})  # ILL, ABRT, BUS, FPE, SEGV

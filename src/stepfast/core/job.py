@@ -51,6 +51,7 @@ from stepfast.core.messages import (
 )
 from stepfast.core.outputs import EndProcess, Output
 from stepfast.core.placement import ranks_of
+from stepfast.core.quantities import numbered
 from stepfast.core.terms import NodeId, Step
 from stepfast.errors import EXIT_TRY_AGAIN
 from stepfast.events import (
@@ -299,7 +300,7 @@ def _end_if_nodes_stay_out(turn: Turn) -> None:
     state = turn.state
     missing = [n for n in range(state.nodes) if n not in state.membership.nodes]
     if missing and turn.now - state.opened_at > state.join_limit_s:
-        reason = f"nodes {missing} did not join within {state.join_limit_s:g} s"
+        reason = f"{numbered('node', missing)} did not join within {state.join_limit_s:g} s"
         turn.end("failed", EXIT_TRY_AGAIN, reason)
 
 

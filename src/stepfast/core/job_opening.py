@@ -20,6 +20,7 @@ from stepfast.core.messages import (
     RankReport,
     StartGeneration,
 )
+from stepfast.core.quantities import counted
 from stepfast.core.recovery import RestorePlan
 from stepfast.core.terms import NOTHING_HELD, Generation, Rank, SnapshotId, Step
 from stepfast.errors import EXIT_USER_ERROR
@@ -121,7 +122,7 @@ def _from_store(order: StartGeneration, stored: SnapshotId) -> StartGeneration:
 def _no_checkpoint(state: JobState) -> str:
     if not state.durable.committed:
         return ""
-    return f" and none of {len(state.durable.committed)} checkpoints can be used"
+    return f", and of {counted(len(state.durable.committed), 'checkpoint')} none can be used"
 
 
 def _may_keep(turn: Turn, plan: RestorePlan | None) -> bool:

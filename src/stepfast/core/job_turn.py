@@ -14,6 +14,7 @@ from stepfast.core.faults import Fault
 from stepfast.core.job_state import Drain, JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, FinishJob, FromCoordinator, RankReturned
 from stepfast.core.outputs import Output, Persist, Record, SendToNode
+from stepfast.core.quantities import numbered
 from stepfast.core.terms import NO_GENERATION, NodeId, Rank, Step
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN
 from stepfast.events import Event, JobEnded, Note
@@ -123,7 +124,9 @@ class Turn:
         """The steps are done, but the script's own end is not: whoever waits has to hear of it."""
         end = self.state.end
         if end is not None and end.status == "finished":
-            reason = f"{end.reason}, but ranks {list(ranks)} failed behind the resilient function"
+            reason = (
+                f"{end.reason}, but {numbered('rank', ranks)} failed behind the resilient function"
+            )
             self.update(end=replace(end, exit_code=EXIT_TRY_AGAIN, reason=reason))
 
     def _stop_waiting(self, deadline: float) -> None:

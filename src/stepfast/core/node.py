@@ -354,6 +354,7 @@ def _tick(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
         _start_overdue(turn)
     elif state.finish_deadline is not None and turn.now > state.finish_deadline:
         _kill_all(turn)
+    node_durable.listing_overdue(turn)
     node_writes.overdue(turn)
 
 

@@ -7,6 +7,7 @@ them, and told again. Does not own: the writes (`core.node_writes`), bytes and t
 
 from __future__ import annotations
 
+from stepfast.core.durable import QUIET_AFTER_S, STALL_LIMIT_S
 from stepfast.core.messages import (
     CheckpointAt,
     CheckpointFailed,
@@ -36,22 +37,37 @@ def look_into_store(turn: NodeTurn) -> None:
     settings = turn.state.settings
     assert settings is not None, "after the welcome"
     if settings.checkpoints.url and not turn.state.store_asked:
-        turn.update(checkpoints=None, store_asked=True)
+        turn.update(checkpoints=None, store_asked=True, listing_since=turn.now)
         turn.emit(ListCheckpoints())
 
 
 def listed(turn: NodeTurn, given: CheckpointsListed) -> None:
     """The store answered."""
-    turn.update(checkpoints=given.checkpoints, store_below=given.below)
+    turn.update(checkpoints=given.checkpoints, store_below=given.below, listing_since=None)
     for problem in given.problems:
         turn.note("checkpoint passed over", problem)
 
 
 def store_unusable(turn: NodeTurn, given: StoreUnusable) -> None:
-    """The job cannot begin here; told until it is heard."""
+    """No job can begin here; told until it is heard."""
     refusal = StoreRefused(node=turn.state.node, reason=given.reason, exit_code=given.exit_code)
-    turn.update(store_refusal=refusal)
+    turn.update(store_refusal=refusal, listing_since=None)
     turn.tell(refusal)
+
+
+def listing_overdue(turn: NodeTurn) -> None:
+    """A store that neither answers nor fails: said, then taken for one that fails."""
+    asked_at = turn.state.listing_since
+    if asked_at is None:
+        return
+    quiet_s = turn.now - asked_at
+    if quiet_s > STALL_LIMIT_S:
+        reason = f"the checkpoint store cannot be used: no answer for {STALL_LIMIT_S:g} s"
+        store_unusable(turn, StoreUnusable(reason))
+    elif quiet_s > QUIET_AFTER_S and not turn.state.listing_is_quiet:
+        text = f"it has not answered for {QUIET_AFTER_S:g} s; given up after {STALL_LIMIT_S:g} s"
+        turn.note("checkpoint store", text)
+        turn.update(listing_is_quiet=True)
 
 
 def tell_again(turn: NodeTurn) -> None:

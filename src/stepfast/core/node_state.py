@@ -37,12 +37,20 @@ LOGGED_STEPS_MAX = 2_000  # the newest of them are said again to a coordinator t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
-    """A slot on its way into the checkpoint store; the checkpoint is called as the slot is."""
+    """A slot on its way into the checkpoint store; the checkpoint is called as the slot is.
+
+    `attempt` tells it from earlier writes of the same slot that hang, and may still end.
+    """
 
     checkpoint: SnapshotId
+    attempt: int = 0
     signs: int = 0  # of life, so far
     sign_at: float = 0.0  # the last one
     is_quiet: bool = False  # it was said that there is none
+
+    def is_of(self, told: SlotWritten | SlotNotWritten | WriteSigns) -> bool:
+        """Whether the thread that does this very write says so."""
+        return (told.checkpoint, told.attempt) == (self.checkpoint, self.attempt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +79,7 @@ class LocalRank:
     build_has_collectives: bool = False
     writing: Writing | None = None
     write_next: SnapshotId | None = None  # of a rank that has returned
-    abandoned: tuple[SnapshotId, ...] = ()  # given up; their threads have not ended yet
+    abandoned: tuple[Writing, ...] = ()  # given up; their threads have not ended yet
     written: tuple[ShardWritten, ...] = ()  # the newest: told again when asked
 
     @property
@@ -143,6 +151,8 @@ class NodeState:
     told: NodeReport | None = None
     checkpoints: tuple[SnapshotId, ...] | None = ()  # in the store, as far as is known; None: asked
     store_asked: bool = False
+    listing_since: float | None = None  # the store was asked, and has not answered yet
+    listing_is_quiet: bool = False  # that was said
     store_below: Generation = NO_GENERATION  # the newest that may be another job's in the store
     store_refusal: StoreRefused | None = None
     cancelled: tuple[SnapshotId, ...] = ()  # the newest that nobody writes any more
@@ -244,6 +254,7 @@ class SlotWritten:
     checkpoint: SnapshotId
     shard: ShardFile
     seconds: float
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +264,7 @@ class SlotNotWritten:
     rank: Rank
     checkpoint: SnapshotId
     reason: str
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +318,7 @@ class WriteSigns:
     rank: Rank
     checkpoint: SnapshotId
     signs: int
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

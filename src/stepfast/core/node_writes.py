@@ -1,16 +1,19 @@
 """The node's writes: slots on their way into the checkpoint store.
 
 Works on a `NodeTurn` of the node's machine (`core.node`). Owns: which slot of a rank is written,
-one at a time; when a write is given up; how many threads that hang may be left behind.
+one at a time; when a write is given up; how many that hang may be left behind.
 Does not own: bytes and threads (`agent.durable`), commits (`core.node_durable`).
 Invariants: a slot that is being written is pinned: its rank's process, and the one after it, keep
 it. No slot stays pinned for a write that is given up. A store that hangs costs each rank
-`ABANDONED_MAX` threads and no step of the training.
+`ABANDONED_MAX` writes, of two or three threads each, and no step of the training.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stepfast.core import node_durable
+from stepfast.core.durable import QUIET_AFTER_S, STALL_LIMIT_S
 from stepfast.core.messages import (
     CancelCheckpoint,
     CheckpointFailed,
@@ -32,11 +35,7 @@ from stepfast.core.node_turn import NodeTurn
 from stepfast.core.outputs import CancelWrite, WriteSlot
 from stepfast.core.terms import Rank, SnapshotId, Step
 
-QUIET_AFTER_S = 60.0  # a store that takes nothing for so long is spoken of
-# ... and for so long, it is given up. Smaller gives up a service that is tried again for three
-# minutes, bigger keeps the slot from the next checkpoint.
-STALL_LIMIT_S = 300.0
-ABANDONED_MAX = 3  # of each rank: threads that hang in the store, where nothing can end them
+ABANDONED_MAX = 3  # of each rank: writes that hang in the store, where nothing can end them
 _WRITTEN_MAX = 2  # of each rank; told again when a coordinator comes back
 _CANCELLED_MAX = 8
 _OFF = "checkpoints are off"
@@ -131,15 +130,14 @@ def _ends_what_counts(turn: NodeTurn, given: SlotWritten | SlotNotWritten) -> bo
     local = turn.state.ranks.get(given.rank)
     if local is None:
         return False
-    if given.checkpoint in local.abandoned:
-        was_off = len(local.abandoned) >= ABANDONED_MAX
-        rest = list(local.abandoned)
-        rest.remove(given.checkpoint)
-        turn.set_rank(given.rank, abandoned=tuple(rest))
-        if was_off:
-            turn.note("checkpoints are on again", "a write to the store has ended", given.rank)
-        return False
-    return local.writing is not None and local.writing.checkpoint == given.checkpoint
+    if local.writing is not None and local.writing.is_of(given):
+        return True
+    rest = tuple(writing for writing in local.abandoned if not writing.is_of(given))
+    was_off = len(local.abandoned) >= ABANDONED_MAX
+    turn.set_rank(given.rank, abandoned=rest)
+    if was_off and len(rest) < ABANDONED_MAX:
+        turn.note("checkpoints are on again", "a write to the store has ended", given.rank)
+    return False
 
 
 def heard_of(turn: NodeTurn, writes: tuple[WriteSigns, ...]) -> None:
@@ -147,10 +145,10 @@ def heard_of(turn: NodeTurn, writes: tuple[WriteSigns, ...]) -> None:
     for told in writes:
         local = turn.state.ranks.get(told.rank)
         writing = None if local is None else local.writing
-        if writing is None or writing.checkpoint != told.checkpoint:
+        if writing is None or not writing.is_of(told):
             continue
         if told.signs != writing.signs:
-            moving = Writing(checkpoint=told.checkpoint, signs=told.signs, sign_at=turn.now)
+            moving = replace(writing, signs=told.signs, sign_at=turn.now, is_quiet=False)
             turn.set_rank(told.rank, writing=moving)
             if writing.is_quiet:
                 turn.note("checkpoint store", f"step {told.checkpoint.step} goes on", told.rank)
@@ -174,22 +172,15 @@ def overdue(turn: NodeTurn) -> None:
                 f" {STALL_LIMIT_S:g} s, and training goes on"
             )
             turn.note("checkpoint store", text, rank)
-            quiet = Writing(
-                checkpoint=writing.checkpoint,
-                signs=writing.signs,
-                sign_at=writing.sign_at,
-                is_quiet=True,
-            )
-            turn.set_rank(rank, writing=quiet)
+            turn.set_rank(rank, writing=replace(writing, is_quiet=True))
 
 
 def _abandon(turn: NodeTurn, local: LocalRank) -> None:
     """Wait for the write no longer. Its thread may sit in a call that nothing interrupts."""
     assert local.writing is not None, "a write is given up that had begun"
-    checkpoint = local.writing.checkpoint
-    abandoned = (*local.abandoned, checkpoint)
+    abandoned = (*local.abandoned, local.writing)
     turn.set_rank(local.rank, abandoned=abandoned)
-    turn.emit(CancelWrite(local.rank, checkpoint))
+    turn.emit(CancelWrite(local.rank, local.writing.checkpoint, local.writing.attempt))
     if len(abandoned) == ABANDONED_MAX:
         text = f"{ABANDONED_MAX} writes hang in the store; training goes on without checkpoints"
         turn.note(_OFF, f"{text} until one of them ends", local.rank)
@@ -203,8 +194,10 @@ def _write(turn: NodeTurn, local: LocalRank, slot: SnapshotId) -> None:
         _tell_failed(turn, local.rank, slot, reason)
         turn.tell_rank(local.rank, RankUnpin(snapshot=slot))
         return
-    turn.set_rank(local.rank, writing=Writing(checkpoint=slot, sign_at=turn.now))
-    turn.emit(WriteSlot(local.rank, slot))
+    attempt = 1 + max((w.attempt for w in local.abandoned if w.checkpoint == slot), default=-1)
+    writing = Writing(checkpoint=slot, attempt=attempt, sign_at=turn.now)
+    turn.set_rank(local.rank, writing=writing)
+    turn.emit(WriteSlot(local.rank, slot, attempt))
 
 
 def _end_writing(turn: NodeTurn, rank: Rank) -> None:

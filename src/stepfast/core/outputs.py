@@ -88,10 +88,13 @@ class ListCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class WriteSlot:
-    """Agent: copy the rank's sealed slot of this snapshot into the checkpoint store."""
+    """Agent: copy the rank's sealed slot of this snapshot into the checkpoint store; `attempt`:
+    which one, while earlier ones hang.
+    """
 
     rank: Rank
     checkpoint: SnapshotId
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class CancelWrite:
 
     rank: Rank
     checkpoint: SnapshotId
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stepfast.core.faults import ErrorClass, ExceptionReport, Fault, FaultKind
+from stepfast.core.quantities import counted
 from stepfast.core.terms import Rank, Step
 
 # The same exception at the same step so often, and no new step between: it will fail again.
@@ -124,8 +125,8 @@ def decide(
             Action.END_TRY_AGAIN, f"{fault.kind} of rank {fault.rank}, and recovery is off"
         )
     if budget.tokens < 0:
-        reason = f"the budget of {budget.per_hour} restarts an hour is spent, last by {fault.kind}"
-        return Decision(Action.END_TRY_AGAIN, reason)
+        budget_words = f"the budget of {counted(budget.per_hour, 'restart')} an hour"
+        return Decision(Action.END_TRY_AGAIN, f"{budget_words} is spent, last by {fault.kind}")
     if fault.kind not in (FaultKind.EXCEPTION, FaultKind.COLLECTIVE, FaultKind.HANG):
         return Decision(
             Action.REPLACE_PROCESS, f"{fault.kind}: the process is gone or out of reach"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from stepfast.core.quantities import counted
 from stepfast.health.verdicts import Finding, healthy, shown, unhealthy, unknown
 
 _PREFIXES = ("TORCH_", "NCCL_", "PYTORCH_", "CUDA_", "GLOO_", "OMP_", "FI_", "STEPFAST_")
@@ -43,10 +44,12 @@ def gpus(devices: Collection[str], names: Collection[str] | None, ranks: int) ->
         return healthy("gpu", "none: ranks train on the CPU")
     count = len(names) if names is not None else len(devices)
     kinds = ", ".join(sorted(set(names or ())))
-    evidence = f"{count} for {ranks} ranks" + (f": {kinds}" if kinds else "")
+    evidence = f"{count} for {counted(ranks, 'rank')}" + (f": {kinds}" if kinds else "")
     if names is None:
         change = "repair the driver until `nvidia-smi` answers"
-        return unhealthy("gpu", f"{count} devices, and nvidia-smi does not answer", change)
+        return unhealthy(
+            "gpu", f"{counted(count, 'device')}, and nvidia-smi does not answer", change
+        )
     if count < ranks:
         change = "run one rank for each GPU: --nproc-per-node"
         return unhealthy("gpu", evidence, change)
@@ -103,7 +106,8 @@ def _visible_devices(variables: Mapping[str, str], *, has_gpu: bool, ranks: int)
     count = len([part for part in value.split(",") if part.strip() not in ("", "-1")])
     if count >= ranks:
         return []
-    evidence = f"{shown('CUDA_VISIBLE_DEVICES', value)}: {count} devices for {ranks} ranks"
+    devices = counted(count, "device")
+    evidence = f"{shown('CUDA_VISIBLE_DEVICES', value)}: {devices} for {counted(ranks, 'rank')}"
     return [unhealthy(_CHECK, evidence, "unset CUDA_VISIBLE_DEVICES, or run fewer ranks")]
 
 

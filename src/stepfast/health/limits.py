@@ -5,6 +5,7 @@ Owns: judging limits. Does not own: setting any. A limit of -1 is none, as the k
 
 from __future__ import annotations
 
+from stepfast.core.quantities import counted
 from stepfast.health.verdicts import Finding, healthy, unhealthy, unknown
 
 NO_LIMIT = -1
@@ -32,8 +33,8 @@ def too_few_files(soft: int, ranks: int, world_size: int) -> str | None:
     if soft == NO_LIMIT or soft >= least:
         return None
     return (
-        f"{soft} open files are allowed for each process, and {ranks} ranks need {least} at the"
-        f" least: ulimit -n {_enough_files(ranks)}, or LimitNOFILE / nofile"
+        f"{soft} open files are allowed for each process, and at least {least} are needed for"
+        f" {counted(ranks, 'rank')}: ulimit -n {_enough_files(ranks)}, or LimitNOFILE / nofile"
     )
 
 
@@ -80,7 +81,7 @@ def core_files(soft_bytes: int, pattern: str) -> Finding:
 
 def cores(count: int, ranks: int) -> Finding:
     """Cores that this process may use against the ranks of the node."""
-    evidence = f"{count} for {ranks} ranks"
+    evidence = f"{count} for {counted(ranks, 'rank')}"
     if count >= ranks:
         return healthy("cores", evidence)
     change = "run at most one rank for each core; with fewer, hangs are seen late and steps wait"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from stepfast.core.quantities import counted, size_text
 from stepfast.health.verdicts import Finding, healthy, unhealthy, unknown
 
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
@@ -35,13 +36,17 @@ def room(
     """
     check = "memory"
     least = min(free_bytes, available_bytes)
-    there = f"{_gib(free_bytes)} free in the directory, {_gib(available_bytes)} of the memory"
+    there = (
+        f"{size_text(free_bytes)} free in the directory, {size_text(available_bytes)} of the memory"
+    )
     if not state_bytes:
         each = least // (ranks * slots_per_rank)
-        evidence = f"{there}: {ranks} ranks may have up to {_gib(each)} of state each"
+        evidence = f"{there}: with {counted(ranks, 'rank')} up to {size_text(each)} of state each"
         return unknown(check, evidence, "say how much a rank's state is: --state-bytes")
     needed = state_bytes * ranks * slots_per_rank
-    evidence = f"{ranks} ranks x {slots_per_rank} slots need {_gib(needed)}; {there}"
+    evidence = (
+        f"{counted(ranks, 'rank')} x {slots_per_rank} slots need {size_text(needed)}; {there}"
+    )
     if needed <= least:
         return healthy(check, evidence)
     change = "enlarge the memory (docker --shm-size, emptyDir sizeLimit), or run fewer ranks"
@@ -71,7 +76,3 @@ def available_bytes(meminfo: str, cgroup_max: str, cgroup_now: str) -> int:
     if cgroup_max.strip().isdigit() and cgroup_now.strip().isdigit():
         return min(available, max(0, int(cgroup_max) - int(cgroup_now)))
     return available
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):.2f} GiB"

@@ -9,6 +9,7 @@ import ast
 from collections.abc import Mapping
 from pathlib import Path
 
+from stepfast.core.quantities import counted
 from stepfast.health.verdicts import Finding, healthy, unhealthy, unknown
 
 _WANTED = {
@@ -80,4 +81,4 @@ def imports(failures: Mapping[str, str] | None, count: int, why_not: str = "") -
         name, reason = next(iter(failures.items()))
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         return unhealthy(check, f"{name}: {reason}{more}", "install it, or repair that import")
-    return healthy(check, f"{count} third-party modules load")
+    return healthy(check, f"{counted(count, 'third-party module')} can be loaded")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from stepfast.core.quantities import counted, numbered, size_text
 from stepfast.events import (
     CheckpointCommitted,
     CheckpointLost,
@@ -22,7 +23,6 @@ from stepfast.events import (
     Note,
     Recovered,
 )
-from stepfast.observe.sizes import counted, size_text
 
 # A line that begins with this is a progress line: `stepfast run` shows the newest one in place on a
 # terminal.
@@ -56,9 +56,8 @@ def line_of(event: Event) -> str | None:
             reason = _first_line(event.reason)
             return f"no checkpoint of step {event.step}: {reason}"
         case CheckpointsVanished():
-            steps = ", ".join(map(str, event.steps))
             return (
-                f"checkpoints vanished: those of steps {steps} are not in {event.url} any more"
+                f"checkpoints vanished: {numbered('step', event.steps)} not in {event.url} any more"
                 " (deleted or renamed, or what was mounted there is not); new ones go there"
             )
         case CheckpointRejected():
@@ -70,7 +69,8 @@ def line_of(event: Event) -> str | None:
             )
             return (
                 f"recovered from {event.kind} of rank {event.rank} in {event.total_s * 1000:.0f} ms"
-                f" ({phases} ms), {event.steps_lost} steps lost, at step {event.resumed_step}"
+                f" ({phases} ms), {counted(event.steps_lost, 'step')} lost, at step"
+                f" {event.resumed_step}"
             )
         case Note(topic=topic, text=text):
             where = "" if event.rank is None else f" (rank {event.rank})"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from stepfast.core.faults import Whereabouts
+from stepfast.core.quantities import counted
 from stepfast.errors import ScriptError, StateError
 from stepfast.train import torch_private
 from stepfast.train.whereabouts import Whereabout
@@ -125,8 +126,9 @@ class TrackedLoader:
         generators = self._generators()
         if len(generators) != len(orders):
             raise StateError(
-                f"the tracked loader {self._name!r} has {len(generators)} generators of its own, in"
-                f" the snapshot it has {len(orders)}"
+                f"the tracked loader {self._name!r} has"
+                f" {counted(len(generators), 'generator')} of its own, in the snapshot it has"
+                f" {len(orders)}"
             )
         for generator, order in zip(generators, orders, strict=True):
             generator.set_state(_as_state(order))

@@ -144,11 +144,18 @@ def reset_modes() -> None:
         pass
     torch.clear_autocast_cache()
     _empty_function_modes()
-    while _python_dispatch._get_current_dispatch_mode_stack():
-        _python_dispatch._pop_mode()
+    _empty_dispatch_modes()
     while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     _mesh_resources.mesh_stack.clear()
+
+
+def _empty_dispatch_modes() -> None:
+    # Held until all are off: torch 2.8 frees a mode that nothing but its stack holds before it
+    # hands it out, and the process crashes some time later.
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    for _ in modes:
+        _python_dispatch._pop_mode()
 
 
 def _empty_function_modes() -> None:

@@ -36,6 +36,7 @@ from stepfast.core.messages import (
     Welcome,
 )
 from stepfast.core.node_state import (
+    CheckpointsListed,
     CoordinatorConnected,
     FromJob,
     FromLocalRank,
@@ -379,8 +380,10 @@ class NodeRig(Rig):
         return self
 
     def ready(self) -> NodeRig:
-        """Both ranks wait for a generation, and a store listens."""
+        """Both ranks wait for a generation, and a store listens; no checkpoint is there."""
         self.connect()
+        if self.settings.checkpoints.url:
+            self.feed(CheckpointsListed(()))
         self.feed(StoreReady(7000))
         for number in (0, 1):
             self.feed(RankForked(Rank(number), 1, 1000 + number))

@@ -11,6 +11,7 @@ import pytest
 from stepfast.core.durable import (
     COMMIT_LIMIT_S,
     DRAIN_LIMIT_S,
+    STALL_LIMIT_S,
     CheckpointSettings,
     Durable,
     ShardFile,
@@ -50,7 +51,6 @@ from stepfast.core.node_state import (
     SlotWritten,
     StoreUnusable,
 )
-from stepfast.core.node_writes import STALL_LIMIT_S
 from stepfast.core.outputs import (
     CommitShards,
     EndProcess,
@@ -428,7 +428,7 @@ def test_where_no_checkpoint_can_be_used_the_job_does_not_begin_anew():
     damaged(rig, 2)
     rig.leave(0, 1, 2, 3)
     (end,) = rig.all_of(JobEnded)
-    assert "none of 1 checkpoints can be used; refusing to start over" in end.reason
+    assert "of 1 checkpoint none can be used; refusing to start over" in end.reason
 
 
 def test_a_collateral_io_error_rejects_nothing():

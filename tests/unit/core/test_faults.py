@@ -111,7 +111,7 @@ def test_in_collectives_the_one_with_the_fewest_is_behind():
     told = [evidence(r, COLLECTIVE, collectives=c) for r, c in enumerate((12, 12, 11, 12))]
     verdict = judge_hang(told)
     assert verdict.culprits == ((2, FaultKind.HANG),)
-    assert "1 collectives behind" in verdict.reason
+    assert "is 1 collective behind" in verdict.reason
 
 
 def test_an_older_step_is_further_behind_than_fewer_collectives():

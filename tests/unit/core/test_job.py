@@ -123,7 +123,7 @@ def test_nodes_that_do_not_join_in_time_end_the_job():
     rig.tick(599.0)
     assert phase(rig) is Phase.FORMING
     rig.tick(2.0)
-    assert "nodes [1] did not join" in rig.all_of(JobEnded)[0].reason
+    assert "node 1 did not join" in rig.all_of(JobEnded)[0].reason
 
 
 def test_nodes_that_do_not_join_in_time_end_the_job_in_a_recovery_too():
@@ -133,7 +133,7 @@ def test_nodes_that_do_not_join_in_time_end_the_job_in_a_recovery_too():
     rig.fault(FaultKind.KILL, 0, generation=NO_GENERATION)
     rig.replace(0)
     rig.tick(601.0)
-    assert "nodes [1] did not join" in rig.all_of(JobEnded)[0].reason
+    assert "node 1 did not join" in rig.all_of(JobEnded)[0].reason
 
 
 def test_a_slow_rank_is_not_a_node_that_did_not_join():

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from stepfast.core.durable import GATHERING_LIMIT_S, CheckpointSettings
+from stepfast.core.durable import (
+    GATHERING_LIMIT_S,
+    QUIET_AFTER_S,
+    STALL_LIMIT_S,
+    CheckpointSettings,
+)
 from stepfast.core.faults import FaultKind
 from stepfast.core.messages import (
     CancelCheckpoint,
@@ -12,18 +19,23 @@ from stepfast.core.messages import (
     CheckpointFailed,
     CheckpointMissed,
     CommitCheckpoint,
+    NodeReport,
     Noted,
+    PersistSlots,
     RankCancel,
     RankReturned,
     RankSealed,
     RankSkipped,
+    RankState,
     RankUnpin,
     ShardWritten,
+    StartGeneration,
+    StoreRefused,
 )
 from stepfast.core.node_state import FromJob, NodeTick, SlotNotWritten, WriteSigns
-from stepfast.core.node_writes import ABANDONED_MAX, QUIET_AFTER_S, STALL_LIMIT_S
+from stepfast.core.node_writes import ABANDONED_MAX
 from stepfast.core.outputs import CancelWrite, WriteSlot
-from stepfast.core.terms import Generation, Rank, SnapshotId, Step
+from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.events import CheckpointCommitted, CheckpointLost, JobEnded, Note
 from unit.core.rigs import JobRig, NodeRig, held
 from unit.core.test_durable import at, commit_done, shard, slot_written, written
@@ -278,7 +290,54 @@ def test_the_threads_that_hang_are_counted_over_processes():
     hang(rig, 8)
     rig.feed(ended(0))
     rig.feed(interrupt(1, (0, 1)))
-    assert rig.rank(0).abandoned == (at(1, 8),)
+    assert [w.checkpoint for w in rig.rank(0).abandoned] == [at(1, 8)]
+
+
+def test_a_slot_that_is_written_again_while_its_first_write_hangs_is_the_second_ones():
+    rig = node_rig()
+    hang(rig, 8)
+    rig.feed(FromJob(PersistSlots(checkpoint=at(1, 8), sources={Rank(0): at(1, 8)})))
+    assert rig.now_of(WriteSlot) == [WriteSlot(Rank(0), at(1, 8), attempt=1)]
+    signs(rig, 7, STALL_LIMIT_S - 1.0)  # of the first
+    again = WriteSigns(Rank(0), at(1, 8), 1, attempt=1)
+    rig.feed(NodeTick(frozenset(), (again,)))
+    rig.feed(SlotNotWritten(Rank(0), at(1, 8), "late"))
+    assert not rig.outputs and rig.rank(0).abandoned == ()
+    rig.feed(replace(slot_written(0, at(1, 8)), attempt=1))
+    assert rig.now_of(ShardWritten) and rig.now_of(RankUnpin)
+
+
+def test_a_store_that_never_says_what_it_holds_is_spoken_of_once_and_then_refused():
+    rig = NodeRig(checkpoints=BY_STEPS).connect()
+    for _ in range(3):
+        rig.tick(QUIET_AFTER_S * 0.7)
+    (said,) = rig.all_of(Noted)
+    assert (said.topic, said.text[:16]) == ("checkpoint store", "it has not answe")
+    rig.tick(STALL_LIMIT_S)
+    assert "no answer for 300 s" in rig.now_of(StoreRefused)[0].reason
+    rig.tick(STALL_LIMIT_S)
+    assert not rig.now_of(StoreRefused), "once"
+
+
+def test_a_node_whose_store_is_gone_holds_no_recovery():
+    """Its agent was replaced, and cannot look; the others know what is there."""
+    rig = job()
+    rig.lose(1)
+    rig.hello(1, pid=99)
+    rig.leave(0, 1)
+    for number in (2, 3):
+        rig.set_rank(number, state=RankState.READY, pid=2000, incarnation=2, generation=0, step=0)
+    report = NodeReport(
+        node=NodeId(1),
+        ranks=tuple(rig.reports[r] for r in rig.ranks_of(1)),
+        heard=rig.state.generation,
+        store_port=7009,
+        checkpoints=None,  # it has not looked yet
+    )
+    rig.from_node(1, report)
+    assert rig.now_of(StartGeneration), "it is not waited for"
+    rig.from_node(1, StoreRefused(node=NodeId(1), reason="no answer"))
+    assert rig.now_of(Note) and not rig.now_of(JobEnded)
 
 
 @pytest.mark.parametrize("kind", [FaultKind.EXCEPTION])

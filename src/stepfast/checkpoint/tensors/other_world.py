@@ -25,6 +25,7 @@ from stepfast.checkpoint import plain
 from stepfast.checkpoint.loading import StoredCheckpoint
 from stepfast.checkpoint.plain import Ref
 from stepfast.checkpoint.tensors.naming import OWN_NAME, Objects
+from stepfast.core.quantities import counted
 from stepfast.errors import StateError
 
 OnWarning = Callable[[str], None]
@@ -86,9 +87,9 @@ class OtherWorld:
         instead = "it begins anew" if state is None else "its present epoch begins anew"
         self._on_warning(
             f"{name}: {self._checkpoint.place} (step {self._checkpoint.snapshot.step}) has the"
-            f" positions of {self._checkpoint.world_size} ranks, and {self._world_size} load it:"
-            f" rank {self.rank} takes none of them, {instead}, and some samples of that epoch come"
-            " twice"
+            f" positions of {counted(self._checkpoint.world_size, 'rank')}, and"
+            f" {self._world_size} load it: rank {self.rank} takes none of them,"
+            f" {instead}, and some samples of that epoch come twice"
         )
         return state
 

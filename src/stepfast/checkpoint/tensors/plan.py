@@ -39,6 +39,7 @@ from stepfast.checkpoint.tensors.other_world import OtherWorld
 from stepfast.checkpoint.tensors.restoration import ADVICE_GROUPS
 from stepfast.checkpoint.tensors.walk import Sink, Walk, has_extra_state, training_flags
 from stepfast.checkpoint.tensors.wanted import Misfits, Wants
+from stepfast.core.quantities import counted
 
 
 class Planner:
@@ -213,7 +214,8 @@ class Planner:
             groups: list[Any] = plain.replace_refs(saved, self._like_live)
             return groups
         self.misfits.other.append(
-            f"{name} has {len(here)} parameter groups here and {len(saved)} there. {ADVICE_GROUPS}"
+            f"{name} has {counted(len(here), 'parameter group')} here and {len(saved)} there."
+            f" {ADVICE_GROUPS}"
         )
         for path, known in self._live.items():
             if path.startswith(f"{name}.param_groups."):

@@ -47,6 +47,7 @@ from stepfast.checkpoint.tensors.naming import (
     optimizer_names,
 )
 from stepfast.checkpoint.tensors.walk import Sink, Walk, set_rng_states
+from stepfast.core.quantities import counted
 from stepfast.errors import StateError
 
 
@@ -163,7 +164,7 @@ class Restoration:
         if len(saved["param_groups"]) != len(here) or not known.issuperset(saved["state"]):
             strange = sorted(set(saved["state"]) - known)[:3]
             raise StateError(
-                f"{name} has {len(here)} parameter groups, the snapshot has"
+                f"{name} has {counted(len(here), 'parameter group')}, the snapshot has"
                 f" {len(saved['param_groups'])}; parameters that only it knows: {strange}."
                 f" {ADVICE_GROUPS}"
             )

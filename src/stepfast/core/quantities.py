@@ -1,11 +1,12 @@
-"""Numbers of bytes, as people read them.
+"""Numbers, as people read them.
 
-Owns: units. Does not own: where they are shown.
+Owns: units and plurals. Does not own: where they are shown.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 
 def size_text(size_bytes: float) -> str:
@@ -19,3 +20,9 @@ def size_text(size_bytes: float) -> str:
 def counted(count: int, word: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
+
+
+def numbered(word: str, numbers: Collection[int]) -> str:
+    """`rank 3`, `ranks 0, 1`."""
+    plural = "" if len(numbers) == 1 else "s"
+    return f"{word}{plural} {', '.join(map(str, numbers))}"
