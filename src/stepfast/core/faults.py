@@ -29,6 +29,7 @@ class FaultKind(StrEnum):
     NODE = "node"  # the node's agent is silent
     COORDINATOR = "coordinator"  # it was away while the ranks' generation ended
     UNREACHABLE = "unreachable"  # did not leave an interrupted generation by the deadline
+    UNUSABLE = "unusable"  # left it, and holds what cannot be taken into another one
     COLLECTIVE = "collective"  # an error of c10d: mostly a victim of another fault
 
 
@@ -37,7 +38,7 @@ class ErrorClass(StrEnum):
 
     USER = "user"
     COLLECTIVE = "collective"
-    DEVICE = "device"
+    DEVICE = "device"  # an error that stays with the process, or may: only a fresh one is rid of it
     MEMORY = "memory"
     IO = "io"
     ROOM = "room"  # the node's memory is too small for the snapshots
@@ -86,13 +87,44 @@ _CAUSE_ORDER = (
     FaultKind.GIL,
     FaultKind.HANG,
     FaultKind.UNREACHABLE,
+    FaultKind.UNUSABLE,
     FaultKind.COLLECTIVE,
 )
+
+# Ranks in these kinds of trouble cannot be reached from inside: they get a fresh process.
+_OUT_OF_REACH = frozenset(
+    {
+        FaultKind.UNREACHABLE,
+        FaultKind.UNUSABLE,
+        FaultKind.KILL,
+        FaultKind.SEGV,
+        FaultKind.SIGNAL,
+        FaultKind.EXIT,
+        FaultKind.STOP,
+        FaultKind.GIL,
+    }
+)
+
+
+def is_of_process(fault: Fault) -> bool:
+    """Whether the fault is told of a process, by its incarnation, and not of a generation."""
+    return fault.kind in _OUT_OF_REACH
+
+
+def needs_fresh_process(fault: Fault) -> bool:
+    """Whether the process cannot go on in place, whatever else is known.
+
+    An error of the device stays with its context, so nothing that the process does next can be
+    trusted, the way out included.
+    """
+    is_of_device = fault.error is not None and fault.error.error_class is ErrorClass.DEVICE
+    return is_of_process(fault) or is_of_device
 
 
 def is_collateral(fault: Fault) -> bool:
     """Whether the fault can be the mere consequence of another one."""
-    return fault.kind in (FaultKind.COLLECTIVE, FaultKind.UNREACHABLE)
+    kinds = (FaultKind.COLLECTIVE, FaultKind.UNREACHABLE, FaultKind.UNUSABLE)
+    return fault.kind in kinds
 
 
 def root_causes(faults: Iterable[Fault]) -> tuple[Fault, ...]:

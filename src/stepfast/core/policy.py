@@ -126,6 +126,10 @@ def decide(
     if budget.tokens < 0:
         reason = f"the budget of {budget.per_hour} restarts an hour is spent, last by {fault.kind}"
         return Decision(Action.END_TRY_AGAIN, reason)
+    if fault.error is not None and fault.error.error_class is ErrorClass.DEVICE:
+        return Decision(
+            Action.REPLACE_PROCESS, f"{fault.kind}: an error of the device stays with the process"
+        )
     if fault.kind not in (FaultKind.EXCEPTION, FaultKind.COLLECTIVE, FaultKind.HANG):
         return Decision(
             Action.REPLACE_PROCESS, f"{fault.kind}: the process is gone or out of reach"
