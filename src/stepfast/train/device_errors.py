@@ -1,7 +1,7 @@
-"""Errors of the device, told from all others: by torch's types where they say it, else by CUDA's words.
+"""Errors of the device, told from all others: by torch's types, else by the words of CUDA.
 
-Owns: the words. Does not own: what follows (`core.policy`: memory that ran out may be tried again in
-place, every other error of the device costs the process).
+Owns: the words. Does not own: what follows (`core.policy`: memory that ran out may be tried again
+in place, every other error of the device costs the process).
 
 torch raises AcceleratorError for what its own calls of CUDA return, OutOfMemoryError for what its
 allocator cannot get. cuBLAS, cuDNN, Triton and NCCL wrap the same errors into plain RuntimeErrors,
@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from stepfast.core.faults import ErrorClass
 
-# What CUDA says that it stays with the context until the process has ended ("sticky"), by the number
-# of cudaError: all of which driver_types.h says so, and uncorrectable errors of memory and NVLink.
+# What stays with the context until the process has ended ("sticky"), by the number of cudaError:
+# all of which CUDA's driver_types.h says so, and uncorrectable errors of memory and NVLink.
 STICKY: Final = {
     214: "uncorrectable ECC error encountered",
     220: "uncorrectable NVLink error detected during the execution",
