@@ -234,7 +234,7 @@ class StreamCopier:
         if code != 0:
             raise OperatingError(
                 f"{slot.path}: CUDA refused to pin {memory.numel()} bytes (error {code});"
-                " raise the limit of locked memory (ulimit -l)"
+                " raise the limit of locked memory (ulimit -l), or give the node more of it"
             )
         # Runs while the slot still holds its mapping. At the process's end the driver does it.
         undo = finalize(slot, driver.cudaHostUnregister, address)
