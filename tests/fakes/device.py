@@ -209,7 +209,7 @@ class FakeCuda:
     def get_device_properties(self, device: Any = None) -> Any:
         return SimpleNamespace(name=self.get_device_name(), total_memory=self.total_bytes)
 
-    def Stream(self, device: Any = None, priority: int = 0) -> FakeStream:  # noqa: N802 - torch's name
+    def Stream(self, device: Any = None) -> FakeStream:  # noqa: N802 - torch's name
         return FakeStream(self)
 
     def Event(self, enable_timing: bool = False) -> FakeEvent:  # noqa: N802 - torch's name

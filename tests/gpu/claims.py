@@ -22,7 +22,7 @@ CLAIMS = (
         " takes, or 1 ms.",
         measure=memory.staging_stall,
         doubles=(
-            f"{_STAGING}test_the_stream_copier_copies_behind_what_is_queued_and_waits_for_its_own_event",
+            f"{_STAGING}test_the_stream_copier_copies_behind_what_is_queued",
             f"{_STAGING}test_a_copy_behind_work_that_never_ends_has_not_ended",
         ),
         not_shown="a model's own kernels, which share the copy engine and the memory's bandwidth",
@@ -42,7 +42,7 @@ CLAIMS = (
         measure=memory.host_ahead,
         doubles=(
             f"{_DEVICE}test_a_turn_has_begun_when_the_device_has_ended_the_one_before",
-            f"{_DEVICE}test_a_device_far_behind_gets_no_more_marks_and_what_follows_is_not_learned",
+            f"{_DEVICE}test_a_device_far_behind_gets_no_more_marks",
             f"{_DEVICE}test_each_thread_has_the_ranks_device_and_no_other_gets_a_context",
             f"{_FAULTS}test_who_waits_for_its_device_is_no_culprit_while_anothers_is_idle",
         ),
@@ -54,7 +54,7 @@ CLAIMS = (
         " the process; memory that ran out is neither.",
         measure=processes.sticky_errors,
         doubles=(
-            f"{_REPORT}test_an_error_that_stays_with_the_device_is_the_devices_whatever_it_is_wrapped_in",
+            f"{_REPORT}test_an_error_that_stays_is_the_devices_whatever_it_is_wrapped_in",
             f"{_REPORT}test_memory_that_ran_out_is_no_error_that_stays",
             f"{_DEVICE}test_a_broken_device_is_told_once_by_whoever_meets_it",
         ),
@@ -102,9 +102,7 @@ CLAIMS = (
         name="a sticky error costs one process",
         says="The rank that met it gets a fresh process; the others keep theirs.",
         measure=jobs.device_error_replaced,
-        doubles=(
-            f"{_RECOVERY}test_an_error_of_the_device_has_its_process_replaced_without_waiting_for_it",
-        ),
+        doubles=(f"{_RECOVERY}test_an_error_of_the_device_costs_its_process_at_once",),
     ),
     Claim(
         name="device memory is flat",

@@ -58,7 +58,7 @@ def numbered(code: int, text: str) -> BaseException:
         chained(torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError(STICKY)),
     ],
 )
-def test_an_error_that_stays_with_the_device_is_the_devices_whatever_it_is_wrapped_in(error):
+def test_an_error_that_stays_is_the_devices_whatever_it_is_wrapped_in(error):
     assert class_of(error) is ErrorClass.DEVICE
     assert report_of(error, forming=True).error_class is ErrorClass.DEVICE
 

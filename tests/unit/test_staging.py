@@ -557,7 +557,7 @@ def slot(tmp_path: Path) -> Slot:
     return free
 
 
-def test_the_stream_copier_copies_behind_what_is_queued_and_waits_for_its_own_event(slot: Slot):
+def test_the_stream_copier_copies_behind_what_is_queued(slot: Slot):
     cuda = FakeCuda()
     copier = StreamCopier(cuda)
     target, source = torch.zeros(3), torch.ones(3)

@@ -8,6 +8,8 @@ the last one ever ends. So each sign waits behind a mark on the device's stream.
 makes the mark and tells what has passed since; the monitor's thread asks now and then, for the
 training thread may hang. In the loop that costs one event, one question and no wait.
 
+Never run on a GPU: tested with a double of `torch.cuda` (tests/fakes/device.py).
+
 Invariants: signs are told in their order. A generation that is left tells nothing more. On a CPU a
 sign is told at once, as it is.
 """

@@ -3,6 +3,8 @@
 Owns: the one `Accelerator` of the process, its progress, when its unused memory is given back.
 Does not own: the calls (`device`), what becomes of a rank that cannot go on (`core`).
 
+Never run on a GPU: tested with a double of `torch.cuda` (tests/fakes/device.py).
+
 Invariant: after `leave` returned None nothing of the generation is queued on the device any more.
 """
 

@@ -76,12 +76,8 @@ def train(run: stepfast.Run, args: argparse.Namespace) -> None:
     for step in run.steps(args.failures * FAIL_EVERY + 3):
         due = step > 0 and step % FAIL_EVERY == 0 and step // FAIL_EVERY <= args.failures
         mark = Path(args.marks, f"failed-{step}")
-        if (
-            due
-            and not args.spared
-            and run.rank == step // FAIL_EVERY % run.world_size
-            and not mark.exists()
-        ):
+        mine = run.rank == step // FAIL_EVERY % run.world_size
+        if due and mine and not args.spared and not mark.exists():
             mark.touch()
             fail(run, args.how)
         turn(run, state)

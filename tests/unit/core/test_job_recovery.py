@@ -70,7 +70,7 @@ def test_a_killed_rank_is_replaced():
     assert event.survivors_kept_pid and event.kind == "kill"
 
 
-def test_an_error_of_the_device_has_its_process_replaced_without_waiting_for_it():
+def test_an_error_of_the_device_costs_its_process_at_once():
     """It may never get out of the generation: what it waits for is the broken device."""
     rig = JobRig().start()
     rig.fault(FaultKind.COLLECTIVE, 0, error=error_of(ErrorClass.COLLECTIVE))
