@@ -18,7 +18,7 @@ TESTS   := $(wildcard $(TIERS:%=tests/%))
 PYTEST  := $(BIN)/pytest $(TESTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long lint format types contracts check check-torch check-cuda \
+.PHONY: help setup demo test test-long test-gpu gpu-status lint format types contracts check check-torch check-cuda \
         bench bench-checkpoint clean
 
 help: ## this list
@@ -42,6 +42,12 @@ test: $(STAMP) ## the tests, exactly those of CI
 
 test-long: $(STAMP) ## the long random schedules
 	$(PYTEST) -m long
+
+test-gpu: $(STAMP) ## what is claimed of GPUs, on those of this machine; writes gpu-report.json, without a GPU too
+	$(BIN)/pytest tests/gpu
+
+gpu-status: $(STAMP) ## docs/gpu-status.md, from the claims, the reports in docs/gpu-reports and the source
+	$(BIN)/python tests/gpu_status.py > docs/gpu-status.new && mv docs/gpu-status.new docs/gpu-status.md
 
 lint: $(STAMP) ## ruff: lint and format
 	$(BIN)/ruff check .

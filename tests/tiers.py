@@ -31,7 +31,7 @@ TIERS = {
     "sim": Tier(test_limit_s=120, budget_s=120, not_yet="the simulator brings it"),
     "process": Tier(test_limit_s=120, budget_s=300),
     "cluster": Tier(test_limit_s=240, budget_s=1200),
-    "gpu": Tier(test_limit_s=300, budget_s=600, in_ci=False, not_yet="the GPU path brings it"),
+    "gpu": Tier(test_limit_s=300, budget_s=600, in_ci=False),
     "chaos": Tier(test_limit_s=600, budget_s=3600, in_ci=False, not_yet="the campaigns bring it"),
 }
 LONG_TEST_LIMIT_S = 3600

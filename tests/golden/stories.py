@@ -109,7 +109,7 @@ def job_start_up() -> Rig:
 
 def job_exception() -> Rig:
     rig = running_job()
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.MEMORY))
     rig.now += 0.01
     rig.fault(FaultKind.COLLECTIVE, 0, error=error_of(ErrorClass.COLLECTIVE))
     rig.leave(0, 1)
@@ -144,7 +144,7 @@ def job_hang() -> Rig:
 
 def job_fault_in_recovery() -> Rig:
     rig = running_job()
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1)
     for r in rig.reports:
         rig.set_rank(r, state=RankState.ACTIVE, generation=G2, step=Step(5))

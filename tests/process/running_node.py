@@ -51,6 +51,8 @@ def look(sock, script, arguments):
     print("cwd", os.getcwd())
     print("added", os.environ.get("ADDED"), "omp", os.environ.get("OMP_NUM_THREADS"))
     print("copies", os.environ.get("GLIBC_TUNABLES"))
+    nvml = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+    print("nvml", nvml, torch.cuda.is_initialized())
     print("session", os.getsid(0) == os.getpid(), "parent", os.getppid())
     print("stdin", os.readlink("/proc/self/fd/0"), "sockets", sum("socket:" in f for f in fds))
     print("memfds", sum("memfd:" in f for f in fds), "pipes", sum("pipe:" in f for f in fds))
@@ -85,13 +87,16 @@ def family(sock, script, arguments):
 """
 
 
+HARMFUL_AND_MISSING = ("starts_a_thread", "initialises_cuda", "not_installed_anywhere")
+
+
 class Node:
     """A NodeProcesses with its own loop, and everything that it reported."""
 
     def __init__(
         self,
         directory: Path,
-        preload_names: Sequence[str] = ("starts_a_thread", "not_installed_anywhere"),
+        preload_names: Sequence[str] = HARMFUL_AND_MISSING,
     ) -> None:
         self.preload_names = preload_names
         self.directory = directory

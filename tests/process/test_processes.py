@@ -41,8 +41,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
         "import threading, time\n"
         "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     )
+    # All that torch has of it without a GPU: what it says once a context was made.
+    (library / "initialises_cuda.py").write_text("import torch\ntorch.cuda._initialized = True\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(library))
+        patch.setenv("PYTHONPATH", str(library), prepend=os.pathsep)
         patch.setenv("OMP_NUM_THREADS", "3")
         node = Node(directory)
         try:
@@ -70,7 +72,8 @@ def test_a_harmful_import_is_taken_out_and_a_failed_one_is_told(node: Node) -> N
     notes = {note.module: note.reason for note in node.notes}
     assert "thread" in notes["starts_a_thread"]
     assert "ModuleNotFoundError" in notes["not_installed_anywhere"]
-    assert node.ready[0].excluded == ["starts_a_thread"]
+    assert "initialises CUDA when it is imported" in notes["initialises_cuda"]
+    assert node.ready[0].excluded == ["starts_a_thread", "initialises_cuda"]
     print(
         f"zygote ready after {node.ready[0].seconds:.2f} s, {node.ready[0].modules} modules", notes
     )
@@ -87,6 +90,7 @@ def test_a_rank_is_born_clean(node: Node) -> None:
         f"path {node.directory}",
         "cwd /",
         "added yes omp 3",
+        "nvml 1 False",
         f"copies {os.environ.get('GLIBC_TUNABLES', COPIES['GLIBC_TUNABLES'])}",
         f"session True parent {os.getpid()}",
         "stdin /dev/null sockets 1",
@@ -206,7 +210,7 @@ def test_a_killed_zygote_is_replaced_and_ranks_stay(node: Node) -> None:
     assert rank.pid in node.processes.rank_pids
     node.processes.end_rank(rank.pid)
     node.until(lambda: rank.pid in node.rank_ends)
-    assert node.ready[-1].excluded == ["starts_a_thread"]
+    assert node.ready[-1].excluded == ["starts_a_thread", "initialises_cuda"]
 
 
 def test_a_zygote_that_does_not_answer_is_killed_and_replaced(node: Node) -> None:

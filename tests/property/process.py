@@ -101,6 +101,7 @@ class Process:
         self.pid = world.next_pid()
         self.is_alive, self.is_stopped = True, False
         self.holds_gil, self.hangs, self.raises = False, False, None
+        self.holds_graph = False  # its next way out of a generation is its last
         self.is_deaf = False  # the signal does not reach the main thread
         self.step, self.turns, self.group = Step(0), 0, None
         self.orders: list[Any] = []
@@ -453,7 +454,8 @@ class Process:
 
     def _quiet(self) -> None:
         self.is_deaf = False
-        self.feed(MainQuiet(keep_obstacle=None, build_has_collectives=False))
+        unusable = "a graph of its own" if self.holds_graph else None
+        self.feed(MainQuiet(keep_obstacle=None, build_has_collectives=False, unusable=unusable))
         self._wait_for_order()
 
 

@@ -93,6 +93,10 @@ def strike(world: World, kind: str) -> None:
             # An exception of the user's before the first step ends the job: a test of its own.
             stepped = process.step > 0
             process.raises = error_report(ErrorClass.USER if stepped else ErrorClass.IO)
+            which = int(world.now * 1e6) % 4
+            if which == 0:
+                process.raises = error_report(ErrorClass.DEVICE)
+            process.holds_graph = which == 1
 
 
 def strike_node(world: World, kind: str, node_id: NodeId) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from stepfast.core.faults import ErrorClass
 from stepfast.errors import ConfigError, OperatingError, StateError
+from stepfast.train.device_errors import STICKY as STICKY_CODES
 from stepfast.train.report import class_of, forget_frames, report_of
 
 GLOO = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
@@ -22,6 +23,69 @@ def chained(inner: BaseException, outer: BaseException) -> BaseException:
             raise outer from first
     except Exception as caught:  # noqa: BLE001 - the test's own
         return caught
+
+
+# Messages as torch, its libraries and NCCL word them.
+STICKY = "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegal"
+NCCL = (
+    "NCCL error in: ProcessGroupNCCL.cpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO), NCCL"
+    " version 2.30.7\nLast error:\nCuda failure 700 'an illegal memory access was encountered'"
+)
+REMOTE = (
+    "NCCL error: remote process exited or there was a network error\nLast error:\nsocketProgress"
+)
+
+
+def numbered(code: int, text: str) -> BaseException:
+    error = torch.AcceleratorError(text)
+    error.error_code = code  # as torch does where it makes one
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError(STICKY),
+        RuntimeError(STICKY),  # of an extension built against another torch
+        numbered(710, "CUDA error: device-side assert triggered"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("Triton Error [CUDA]: misaligned address"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        dist.DistBackendError(NCCL),
+        chained(torch.AcceleratorError(STICKY), ValueError("mine")),
+        chained(torch.AcceleratorError(STICKY), RuntimeError(GLOO)),
+        chained(torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError(STICKY)),
+    ],
+)
+def test_an_error_that_stays_is_the_devices_whatever_it_is_wrapped_in(error):
+    assert class_of(error) is ErrorClass.DEVICE
+    assert report_of(error, forming=True).error_class is ErrorClass.DEVICE
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        numbered(2, "CUDA error: out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_memory_that_ran_out_is_no_error_that_stays(error):
+    assert class_of(error) is ErrorClass.MEMORY
+
+
+@pytest.mark.parametrize("error", [dist.DistBackendError(REMOTE), dist.DistNetworkError("CUDA")])
+def test_a_peers_error_is_not_the_devices(error):
+    assert class_of(error) is ErrorClass.COLLECTIVE
+
+
+def test_what_cuda_says_of_sticky_errors_is_recognised():
+    for code, words in STICKY_CODES.items():
+        assert class_of(numbered(code, f"CUDA error: {words}")) is ErrorClass.DEVICE
+        assert class_of(dist.DistBackendError(f"Cuda failure '{words}'")) is ErrorClass.DEVICE
 
 
 @pytest.mark.parametrize(

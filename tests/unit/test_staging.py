@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fakes.device import FakeCuda
 from stepfast.checkpoint.arena import SLOTS_WITH_OVERLAP, Arena, Slot, sealed_slots
 from stepfast.checkpoint.capture import Capture, Captured
 from stepfast.checkpoint.directory import DirectoryStore
@@ -30,11 +31,13 @@ from stepfast.checkpoint.tensors.copier import (
     pieces,
 )
 from stepfast.checkpoint.tensors.local import over
-from stepfast.checkpoint.tensors.tree import StateTree
+from stepfast.checkpoint.tensors.tree import StateTree, refuse_several_devices
 from stepfast.checkpoint.writer import write_slot
+from stepfast.core.faults import ErrorClass
 from stepfast.core.terms import Generation, SnapshotId, Step
 from stepfast.errors import Interrupted, OperatingError, ScriptError
 from stepfast.train.host import PlainHost
+from stepfast.train.report import class_of
 from stepfast.train.session import Run
 from stepfast.train.snapshot_cost import SnapshotCost
 from stepfast.train.snapshots import Snapshots
@@ -544,95 +547,87 @@ def test_copying_in_the_calling_thread_takes_any_tensor_and_is_seen_by_autograd(
         loss.backward()
 
 
-class Cuda:
-    """A double of `torch.cuda`: says what was called, in order."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.ready = False
-        self.pin_code = 0
-
-    def Stream(self) -> Any:  # noqa: N802 - torch's name
-        calls = self.calls
-
-        class Stream:
-            def wait_stream(self, other: str) -> None:
-                calls.append(f"side stream waits for {other}")
-
-        return Stream()
-
-    def Event(self) -> Any:  # noqa: N802 - torch's name
-        cuda = self
-
-        class Event:
-            def record(self, stream: Any) -> None:
-                cuda.calls.append("event recorded")
-
-            def query(self) -> bool:
-                return cuda.ready
-
-        return Event()
-
-    def current_stream(self) -> str:
-        return "the current one"
-
-    def stream(self, stream: Any) -> Any:
-        calls = self.calls
-
-        class Within:
-            def __enter__(self) -> None:
-                calls.append("on the side stream")
-
-            def __exit__(self, *_: object) -> None:
-                calls.append("back")
-
-        return Within()
-
-    def cudart(self) -> Any:
-        return self
-
-    def cudaHostRegister(  # noqa: N802 - CUDA's name
-        self, address: int, size_bytes: int, flags: int
-    ) -> int:
-        self.calls.append(f"{size_bytes} bytes pinned")
-        return self.pin_code
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
-        self.calls.append("unpinned")
-        return 0
-
-
-def test_the_stream_copier_pins_once_and_waits_for_its_own_event(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, {"model": nn.Linear(2, 2)})
+@pytest.fixture
+def slot(tmp_path: Path) -> Slot:
     arena = Arena(tmp_path / "other")
-    state = rig.tree.collect()
-    arena.claim(state.layout)
-    slot = arena.free_slot()
-    assert slot is not None
-    cuda = Cuda()
+    arena.claim(Rig(tmp_path, {"model": nn.Linear(2, 2)}).tree.collect().layout)
+    free = arena.free_slot()
+    assert free is not None
+    arena.close()
+    return free
+
+
+def test_the_stream_copier_copies_behind_what_is_queued(slot: Slot):
+    cuda = FakeCuda()
     copier = StreamCopier(cuda)
     target, source = torch.zeros(3), torch.ones(3)
-    copying = copier.start(slot, [target], [source])
-    queued = ["on the side stream", "event recorded", "back"]
-    pinned = f"{state.layout.file_bytes} bytes pinned"
-    assert cuda.calls == [pinned, "side stream waits for the current one", *queued]
-    assert torch.equal(target, source) and not copying.wait(0.001)
-    cuda.ready = True
-    assert copying.wait(0.0) and not copying.stands_after_abort
-    copier.start(slot, [target], [source])
-    assert cuda.calls.count(pinned) == 1
+    with cuda.held():
+        cuda.launch()  # the step that made `source`
+        copying = copier.start(slot, [target], [source])
+        cuda.launch()  # the next one is nothing to it
+    queued = ["on the side stream", "event recorded on side stream", "back"]
+    assert cuda.calls[-4:] == ["side stream waits for the current one", *queued]
+    assert torch.equal(target, source) and copying.wait(0.0) and not copying.stands_after_abort
+    cuda.launch(looks=3)
+    late = copier.start(slot, [target], [source])
+    assert not late.wait(0.0) and late.wait(1.0)
+    assert cuda.device_syncs == 0 and "synchronized" not in " ".join(cuda.calls)
+
+
+def test_a_copy_behind_work_that_never_ends_has_not_ended(slot: Slot):
+    cuda = FakeCuda()
+    with cuda.held():
+        cuda.launch()
+        copying = StreamCopier(cuda).start(slot, [torch.zeros(3)], [torch.ones(3)])
+        copying.cancel()
+        assert not copying.wait(0.001)
+    assert copying.wait(0.0)
+
+
+def test_what_breaks_the_device_rises_where_its_copy_is_waited_for(slot: Slot):
+    cuda = FakeCuda()
+    copying = StreamCopier(cuda).start(slot, [torch.zeros(3)], [torch.ones(3)])
+    cuda.lose_context(214)
+    with pytest.raises(torch.AcceleratorError, match="uncorrectable ECC"):
+        copying.wait(0.0)
+
+
+def test_slots_are_pinned_once_each_and_given_back_when_they_go(tmp_path: Path):
+    cuda = FakeCuda()
+    tree = Rig(tmp_path, {"model": nn.Linear(2, 2)}).tree
+    arena = Arena(tmp_path / "other")
+    arena.claim(tree.collect().layout)
+    copier = StreamCopier(cuda)
+    for slot in [*arena.slots, *arena.slots]:
+        copier.start(slot, [torch.zeros(1)], [torch.ones(1)])
+    size_bytes = tree.collect().layout.file_bytes
+    assert list(cuda.pinned.values()) == [size_bytes] * len(arena.slots)
+    assert cuda.calls.count(f"{size_bytes} bytes pinned") == len(arena.slots)
     arena.close()
     del slot
-    assert cuda.calls[-1] == "unpinned"
+    assert cuda.pinned == {} and cuda.calls[-1] == "unpinned"
 
 
-def test_memory_that_cannot_be_pinned_is_one_clear_line(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, {"model": nn.Linear(2, 2)})
-    cuda, arena = Cuda(), Arena(tmp_path)
-    cuda.pin_code = 2
-    arena.claim(rig.tree.collect().layout)
-    with pytest.raises(OperatingError, match=r"slot-0.*refused to pin .* \(ulimit -l"):
-        StreamCopier(cuda).start(arena.slots[0], [], [])
+def test_a_device_that_is_broken_when_a_slot_is_to_be_pinned_is_no_matter_of_memory(slot: Slot):
+    cuda = FakeCuda()
+    cuda.lose_context(710)
+    with pytest.raises(RuntimeError, match=r"CUDA error: 710, met when .*slot-0") as caught:
+        StreamCopier(cuda).start(slot, [], [])
+    assert class_of(caught.value) is ErrorClass.DEVICE
+
+
+def test_memory_that_cannot_be_pinned_is_one_clear_line(slot: Slot):
+    cuda = FakeCuda(pinned_bytes_max=0)
+    with pytest.raises(OperatingError, match=r"slot-0.*refused to pin .* \(ulimit -l") as caught:
+        StreamCopier(cuda).start(slot, [], [])
+    assert "\n" not in str(caught.value) and cuda.pinned == {}
+
+
+def test_a_state_on_two_gpus_is_refused_for_its_copy_would_hold_the_loop():
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 0), torch.device("cuda", 1)]
+    refuse_several_devices(zip(["model.a", "model.b"], gpus[:2], strict=True))
+    with pytest.raises(ScriptError, match=r"model\.a is on cuda:0 and model\.c on cuda:1: a rank"):
+        refuse_several_devices(zip(["model.a", "model.b", "model.c"], gpus, strict=True))
 
 
 # ---------------------------------------------------------------------------------- slots and cost

@@ -30,6 +30,7 @@ class FaultKind(StrEnum):
     NODE = "node"  # the node's agent is silent
     COORDINATOR = "coordinator"  # it was away while the ranks' generation ended
     UNREACHABLE = "unreachable"  # did not leave an interrupted generation by the deadline
+    UNUSABLE = "unusable"  # left it, and holds what cannot be taken into another one
     COLLECTIVE = "collective"  # an error of c10d: mostly a victim of another fault
 
 
@@ -38,7 +39,7 @@ class ErrorClass(StrEnum):
 
     USER = "user"
     COLLECTIVE = "collective"
-    DEVICE = "device"
+    DEVICE = "device"  # an error that stays with the process, or may: only a fresh one is rid of it
     MEMORY = "memory"
     IO = "io"
     ROOM = "room"  # the node's memory is too small for the snapshots
@@ -87,13 +88,44 @@ _CAUSE_ORDER = (
     FaultKind.GIL,
     FaultKind.HANG,
     FaultKind.UNREACHABLE,
+    FaultKind.UNUSABLE,
     FaultKind.COLLECTIVE,
 )
+
+# Ranks in these kinds of trouble cannot be reached from inside: they get a fresh process.
+_OUT_OF_REACH = frozenset(
+    {
+        FaultKind.UNREACHABLE,
+        FaultKind.UNUSABLE,
+        FaultKind.KILL,
+        FaultKind.SEGV,
+        FaultKind.SIGNAL,
+        FaultKind.EXIT,
+        FaultKind.STOP,
+        FaultKind.GIL,
+    }
+)
+
+
+def is_of_process(fault: Fault) -> bool:
+    """Whether the fault is told of a process, by its incarnation, and not of a generation."""
+    return fault.kind in _OUT_OF_REACH
+
+
+def needs_fresh_process(fault: Fault) -> bool:
+    """Whether the process cannot go on in place, whatever else is known.
+
+    An error of the device stays with its context, so nothing that the process does next can be
+    trusted, the way out included.
+    """
+    is_of_device = fault.error is not None and fault.error.error_class is ErrorClass.DEVICE
+    return is_of_process(fault) or is_of_device
 
 
 def is_collateral(fault: Fault) -> bool:
     """Whether the fault can be the mere consequence of another one."""
-    return fault.kind in (FaultKind.COLLECTIVE, FaultKind.UNREACHABLE)
+    kinds = (FaultKind.COLLECTIVE, FaultKind.UNREACHABLE, FaultKind.UNUSABLE)
+    return fault.kind in kinds
 
 
 def root_causes(faults: Iterable[Fault]) -> tuple[Fault, ...]:
@@ -117,6 +149,7 @@ class Whereabouts(StrEnum):
     """Where a rank's main thread was when it was asked."""
 
     COLLECTIVE = "collective"  # waits for peers: never the culprit while somebody else is not there
+    DEVICE = "device"  # ahead of a device that has not ended what was queued: the same, on a GPU
     DATA = "data"  # waits for its tracked loader, or in a named section
     COMPILE = "compile"  # torch.compile at work
     USER = "user"
@@ -139,6 +172,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SILENT_KINDS = {Whereabouts.SILENT: FaultKind.GIL, Whereabouts.STOPPED: FaultKind.STOP}
+_WAITING = (Whereabouts.COLLECTIVE, Whereabouts.DEVICE)
 _SECTION_HINT = " (an evaluation or a save belongs into run.section)"
 SUSPICION_RATIO = 0.9  # asked at 90 % of the limit, so that the verdict falls within it
 
@@ -154,9 +188,10 @@ def judge_hang(evidence: Sequence[Evidence]) -> HangVerdict:
     """Name the rank that all others wait for.
 
     Silence outranks everything: a rank whose interpreter does not answer makes no progress. Then
-    ranks outside any collective, unless their phase still has time (data, compile, a section).
-    Where all wait in collectives, the one that began the fewest is behind; if nobody is, the
-    network is, and the lowest rank stands for it.
+    ranks outside any collective, unless their phase still has time (data, compile, a section). Who
+    waits for its device is inside: all that it queued is on the way, or waits for peers; one whose
+    device is idle holds up the others. Where all wait, the one that began the fewest collectives is
+    behind; if nobody is, the network is, and the lowest rank stands for it.
     """
     present = sorted(
         (e for e in evidence if e.whereabouts is not Whereabouts.AWAY), key=lambda e: e.rank
@@ -165,7 +200,7 @@ def judge_hang(evidence: Sequence[Evidence]) -> HangVerdict:
     if silent:
         culprits = tuple((e.rank, _SILENT_KINDS[e.whereabouts]) for e in silent)
         return HangVerdict(culprits=culprits, reason=f"{_names(silent)} did not answer")
-    outside = [e for e in present if e.whereabouts is not Whereabouts.COLLECTIVE]
+    outside = [e for e in present if e.whereabouts not in _WAITING]
     excused = [e for e in outside if not _is_over(e)]
     if excused:
         where = ", ".join(sorted({e.whereabouts.value for e in excused}))
@@ -191,7 +226,9 @@ def _judge_waiting(waiting: Sequence[Evidence]) -> HangVerdict:
     behind = min(waiting, key=lambda e: (e.step, e.collectives, e.rank))
     ahead = max(waiting, key=lambda e: (e.step, e.collectives))
     if (behind.step, behind.collectives) == (ahead.step, ahead.collectives):
-        reason = f"all ranks wait in the same collective; rank {behind.rank} stands for them"
+        on_device = all(e.whereabouts is Whereabouts.DEVICE for e in waiting)
+        where = "for their devices" if on_device else "in the same collective"
+        reason = f"all ranks wait {where}; rank {behind.rank} stands for them"
     else:
         reason = (
             f"rank {behind.rank} is"

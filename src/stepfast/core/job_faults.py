@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepfast.core import job_durable
-from stepfast.core.faults import ErrorClass, Fault, FaultKind, is_collateral
+from stepfast.core.faults import (
+    ErrorClass,
+    Fault,
+    FaultKind,
+    is_collateral,
+    is_of_process,
+    needs_fresh_process,
+)
 from stepfast.core.incident import Incident
 from stepfast.core.job_state import JobState, Phase
 from stepfast.core.job_turn import Turn
@@ -21,18 +28,6 @@ from stepfast.core.terms import NO_GENERATION, NodeId, Step
 from stepfast.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
 from stepfast.events import AFTER_THE_END, DecisionMade, Dropped, FaultSeen, Note
 
-# Ranks in these kinds of trouble cannot be reached from inside: they get a fresh process.
-_OUT_OF_REACH = frozenset(
-    {
-        FaultKind.UNREACHABLE,
-        FaultKind.KILL,
-        FaultKind.SEGV,
-        FaultKind.SIGNAL,
-        FaultKind.EXIT,
-        FaultKind.STOP,
-        FaultKind.GIL,
-    }
-)
 _NODE_RETURN_LIMIT_S = (
     120.0  # a lost node's agent may be restarted for so long; then the job ends with "try again"
 )
@@ -88,12 +83,7 @@ def _end_of_a_beginner(turn: Turn, fault: Fault) -> None:
     """
     report = turn.state.membership.ranks.get(fault.rank) if fault.rank is not None else None
     incident = turn.state.incident
-    if (
-        report is None
-        or incident is None
-        or not is_fresh(report)
-        or fault.kind not in _OUT_OF_REACH
-    ):
+    if report is None or incident is None or not is_fresh(report) or not is_of_process(fault):
         return
     _decide_and_act(turn, incident)
 
@@ -118,7 +108,7 @@ def _is_known(state: JobState, fault: Fault) -> bool:
 
 def _is_old(state: JobState, fault: Fault) -> bool:
     """The end of a process is judged by its incarnation, everything else by its generation."""
-    if fault.rank is not None and fault.kind in _OUT_OF_REACH:
+    if fault.rank is not None and is_of_process(fault):
         report = state.membership.ranks.get(fault.rank)
         return report is not None and fault.incarnation < report.incarnation
     return fault.generation < state.generation and fault.generation != NO_GENERATION
@@ -141,7 +131,7 @@ def _with_fault(state: JobState, fault: Fault, now: float) -> Incident:
     if fault.rank is None:
         return incident
     reached = max(incident.reached_by_rank.get(fault.rank, Step(0)), fault.step)
-    if fault.kind in _OUT_OF_REACH:
+    if needs_fresh_process(fault):
         incident = incident.condemning({fault.rank: fault.incarnation})
     return replace(incident, reached_by_rank={**incident.reached_by_rank, fault.rank: reached})
 

@@ -441,6 +441,7 @@ class RankQuiet(_Message, frozen=True, kw_only=True):
     keep_obstacle: str | None
     build_has_collectives: bool
     interrupt_s: float  # from the first sign to leave to here
+    unusable: str | None = None  # why this process can be in no other generation
 
 
 class RankSealed(_Message, frozen=True, kw_only=True):

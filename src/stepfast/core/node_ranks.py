@@ -83,15 +83,7 @@ def from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
         case RankRaised():
             _raised(turn, local, message)
         case RankQuiet():
-            turn.set_rank(
-                given.rank,
-                state=RankState.QUIET,
-                generation=message.generation,
-                leave_deadline=None,
-                keep_obstacle=message.keep_obstacle,
-                build_has_collectives=message.build_has_collectives,
-                digests=(),
-            )
+            _quiet(turn, local, message)
         case RankResumed() | FirstStepDone() | RankChecked():
             _milestone(turn, given.rank, message)
         case RankDigests(digests=digests):
@@ -115,6 +107,31 @@ def from_rank(turn: NodeTurn, given: FromLocalRank) -> None:
             turn.note(topic, text, given.rank)
         case ProbeAnswer():
             node_watch.answered(turn, given.rank, message)
+
+
+def _quiet(turn: NodeTurn, local: LocalRank, message: RankQuiet) -> None:
+    if message.unusable is not None:  # told before its level: the barrier must not close on it
+        tell_fault(
+            turn,
+            Fault(
+                kind=FaultKind.UNUSABLE,
+                generation=message.generation,
+                rank=local.rank,
+                node=turn.state.node,
+                step=local.step,
+                reason=f"rank {local.rank}: {message.unusable}",
+                incarnation=local.incarnation,
+            ),
+        )
+    turn.set_rank(
+        local.rank,
+        state=RankState.QUIET,
+        generation=message.generation,
+        leave_deadline=None,
+        keep_obstacle=message.keep_obstacle,
+        build_has_collectives=message.build_has_collectives,
+        digests=(),
+    )
 
 
 def _milestone(turn: NodeTurn, rank: Rank, message: Milestone) -> None:

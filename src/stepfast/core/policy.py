@@ -127,6 +127,10 @@ def decide(
     if budget.tokens < 0:
         budget_words = f"the budget of {counted(budget.per_hour, 'restart')} an hour"
         return Decision(Action.END_TRY_AGAIN, f"{budget_words} is spent, last by {fault.kind}")
+    if fault.error is not None and fault.error.error_class is ErrorClass.DEVICE:
+        return Decision(
+            Action.REPLACE_PROCESS, f"{fault.kind}: an error of the device stays with the process"
+        )
     if fault.kind not in (FaultKind.EXCEPTION, FaultKind.COLLECTIVE, FaultKind.HANG):
         return Decision(
             Action.REPLACE_PROCESS, f"{fault.kind}: the process is gone or out of reach"

@@ -100,6 +100,7 @@ class MainQuiet:
 
     keep_obstacle: str | None
     build_has_collectives: bool
+    unusable: str | None = None  # why this process can be in no other generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ def _quiet(
         keep_obstacle=given.keep_obstacle,
         build_has_collectives=given.build_has_collectives,
         interrupt_s=now - state.left_at if state.left_at is not None else 0.0,
+        unusable=given.unusable,
     )
     if state.finish is not None:
         return replace(state, place=Place.ENDING), (ReleaseMain(state.finish),)

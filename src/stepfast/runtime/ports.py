@@ -34,6 +34,55 @@ class FaultPoints(Protocol):
         ...
 
 
+class Mark(Protocol):
+    """A place in what was queued on a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come by; never waits. Raises RuntimeError for a broken device."""
+        ...
+
+
+class Accelerator(Protocol):
+    """The device of a rank, behind which the host runs ahead. No call of it waits but `settle`.
+
+    Any call may raise RuntimeError: an error that the device met earlier shows at whatever is
+    called next.
+    """
+
+    @property
+    def runs_behind(self) -> bool:
+        """Whether what the host has begun may be undone yet; False: there is nothing to ask."""
+        ...
+
+    def enter(self) -> None:
+        """Make it the calling thread's device. Each thread that touches the device calls it first,
+        any number of times.
+        """
+        ...
+
+    def mark(self) -> Mark:
+        """A mark behind all that the calling thread has queued so far."""
+        ...
+
+    def is_busy(self) -> bool:
+        """Whether anything is left of what was queued before; from any thread."""
+        ...
+
+    def settle(self, limit_s: float) -> str | None:
+        """Wait until nothing is left; why not, in words, where it takes longer or the device is
+        broken.
+        """
+        ...
+
+    def obstacle(self) -> str | None:
+        """What this process holds of the device that another generation cannot go on with."""
+        ...
+
+    def free_unused(self) -> None:
+        """Give the memory back that no tensor uses."""
+        ...
+
+
 class Disk(Protocol):
     """The calls on files that durable state is made of. Each raises OSError, as the kernel says.
 

@@ -63,8 +63,11 @@ class Progress:
 class Groups:
     """The process groups of this process."""
 
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
+    def __init__(self, backend: str, *, enter_thread: Callable[[], object] = lambda: None) -> None:
+        """`enter_thread`: called first in each thread that makes groups, so that it is the
+        device's.
+        """
+        self._backend, self._enter_thread = backend, enter_thread
         self._membership: Membership | None = None
         self._connections = Connections()
         self._store: WatchedStore | None = None
@@ -92,7 +95,12 @@ class Groups:
         self._connections = Connections()
         self._membership = membership
         connections, made = self._connections, list[WatchedStore]()
-        helper = Helper(lambda: _join(self._backend, membership, connections, made), connections)
+
+        def join() -> None:
+            self._enter_thread()
+            _join(self._backend, membership, connections, made)
+
+        helper = Helper(join, connections)
         self._run(helper, leaving, membership.forming_timeout_s)
         self._store = made[0] if made else None
         # Whatever a helper of an older generation may have done since, it is not our world.
@@ -155,7 +163,12 @@ class Groups:
         assert membership is not None, "form a generation first"
         if (obstacle := record.replay_obstacle) is not None:
             raise OperatingError(f"groups cannot be made again: {obstacle}")
-        helper = Helper(lambda: record.make_groups(membership.rank), self._connections)
+
+        def make() -> None:
+            self._enter_thread()
+            record.make_groups(membership.rank)
+
+        helper = Helper(make, self._connections)
         self._run(helper, leaving, membership.forming_timeout_s)
         record.attach()
         self._records.append(record)

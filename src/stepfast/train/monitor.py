@@ -45,6 +45,7 @@ from stepfast.runtime.clock import SystemClock
 from stepfast.runtime.descendants import ProcessTable, try_signal
 from stepfast.runtime.driver import Driver
 from stepfast.train.link import AgentLink
+from stepfast.train.progress import Progress
 
 INTERRUPT_SIGNAL = signal.SIGRTMIN + 7  # a real-time signal: no library here or known to us uses it
 _POLL_LIMIT_S = 5.0
@@ -71,6 +72,7 @@ class Monitor:
         self._answer_probe = answer_probe
         self._hear_pin = hear_pin
         self._abort: Callable[[], object] = lambda: None
+        self._progress: Progress | None = None
         self._orders: list[Order] = []
         self._lock = threading.RLock()
         self._released = threading.Condition(self._lock)
@@ -95,6 +97,10 @@ class Monitor:
         to repeat.
         """
         self._abort = abort
+
+    def watch(self, progress: Progress) -> None:
+        """Ask the device about `progress` now and then; before `start`."""
+        self._progress = progress
 
     # --- the main thread's side ------------------------------------------------------------------
 
@@ -199,11 +205,15 @@ class Monitor:
                 self.feed(rank_machine.AgentLost())
             with self._lock:
                 self._driver.feed(rank_machine.RankTick())
+            if self._progress is not None:
+                self._progress.look()
 
     def _poll_ms(self) -> int:
         deadline = rank_machine.next_deadline(self._driver.state)
         wait_s = _POLL_LIMIT_S if deadline is None else max(0.0, deadline - time.monotonic())
-        return min(int(wait_s * 1000) + 1, int(_POLL_LIMIT_S * 1000))
+        device_s = self._progress.poll_interval_s if self._progress is not None else None
+        limit_s = _POLL_LIMIT_S if device_s is None else device_s
+        return min(int(wait_s * 1000) + 1, int(limit_s * 1000))
 
     def _hear(self) -> None:
         while (message := self._link.receive()) is not None:

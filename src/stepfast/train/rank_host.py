@@ -46,6 +46,7 @@ from stepfast.train.host import NoFaults, digests_of
 from stepfast.train.kept import Kept
 from stepfast.train.monitor import Monitor
 from stepfast.train.pins import Claim, Pins
+from stepfast.train.rank_device import RankDevice
 from stepfast.train.rng import RngState
 from stepfast.train.snapshots import Snapshots
 from stepfast.train.whereabouts import Whereabout
@@ -94,6 +95,7 @@ class RankHost:
         )
         self._gradients = GradientWatch(self._gradients_kept)
         self._rng_resumed: RngState | None = None
+        self.device = RankDevice(monitor.send, lambda: self.kept.step)
         self._fit = Fit()
 
     def enter(self, order: RankStart) -> None:
@@ -338,7 +340,7 @@ class RankHost:
             self.snapshots.cost.turn(turn_s, copying=account.is_copying)
         account.turn_began, account.sections_s = now, 0.0
         account.is_copying = self.snapshots.is_copying
-        self._monitor.send(
+        self.device.progress.tell(
             PhaseBegan(generation=self._present.generation, step=step, phase=phase, turn_s=turn_s)
         )
         self._monitor.check()
@@ -359,7 +361,7 @@ class RankHost:
                 self._begin_snapshot(step, whole=is_last)
             account = self.account
             if account.turns == 0:
-                self._monitor.send(
+                self.device.progress.tell(
                     FirstStepDone(
                         generation=order.generation,
                         rank=Rank(self.rank),
@@ -406,7 +408,7 @@ class RankHost:
         if self._monitor.must_leave:
             return
         phase = PhaseBegan(generation=self._present.generation, step=step, phase=_CLOSING)
-        self._monitor.send(phase)
+        self.device.progress.tell(phase)
         cost = self.snapshots.cost.words(self._present.settings.snapshot_interval_steps)
         if self.rank == 0 and cost is not None:
             self.note("snapshot cost", cost)
@@ -418,14 +420,14 @@ class RankHost:
             self.snapshots.try_seal()
         generation, step = self._present.generation, self.kept.step
         phase = PhaseBegan(generation=generation, step=step, phase=f"section:{name}")
-        self._monitor.send(phase)
+        self.device.progress.tell(phase)
 
     def section_ended(self, name: str, seconds: float) -> None:
         """It is over."""
         self.account.sections_s += seconds
         generation, step = self._present.generation, self.kept.step
         phase = f"section:{name}"
-        self._monitor.send(
+        self.device.progress.tell(
             PhaseEnded(generation=generation, step=step, phase=phase, seconds=seconds)
         )
         self._monitor.check()

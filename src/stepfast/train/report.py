@@ -15,6 +15,7 @@ import torch.distributed as dist
 from stepfast.checkpoint.loading import CheckpointDamaged
 from stepfast.core.faults import ErrorClass, ExceptionReport
 from stepfast.errors import NoRoomError, OperatingError, StateError, UserError
+from stepfast.train.device_errors import device_class_of
 
 _TRACEBACK_BYTES_MAX = 32_000  # with everything else below the size limit of a rank's message
 _MESSAGE_BYTES_MAX = 2_000
@@ -43,7 +44,7 @@ def report_of(error: BaseException, *, forming: bool = False) -> ExceptionReport
         message=message,
         traceback=text,
         frame=_user_frame(error),
-        error_class=ErrorClass.COLLECTIVE if forming else class_of(error),
+        error_class=_class_while_forming(error) if forming else class_of(error),
     )
 
 
@@ -66,14 +67,15 @@ def _cut(text: str, bytes_max: int) -> str:
 
 def class_of(error: BaseException) -> ErrorClass:
     """Whose the exception is; one that was raised while handling another counts as that one."""
+    of_device = [device_class_of(link, _message(link)) for link in _chain(error)]
+    if ErrorClass.DEVICE in of_device:
+        return ErrorClass.DEVICE
     for link in _chain(error):
         if isinstance(link, dist.DistError) or _is_gloo(link):
             return ErrorClass.COLLECTIVE
-    for link in _chain(error):
-        if isinstance(link, MemoryError | torch.OutOfMemoryError):
+    for link, device_class in zip(_chain(error), of_device, strict=True):
+        if isinstance(link, MemoryError) or device_class is ErrorClass.MEMORY:
             return ErrorClass.MEMORY
-        if isinstance(link, torch.AcceleratorError):
-            return ErrorClass.DEVICE
         if isinstance(link, CheckpointDamaged):
             return ErrorClass.CHECKPOINT
         if isinstance(link, StateError):
@@ -85,6 +87,12 @@ def class_of(error: BaseException) -> ErrorClass:
         if isinstance(link, OSError | OperatingError):
             return ErrorClass.IO
     return ErrorClass.USER
+
+
+def _class_while_forming(error: BaseException) -> ErrorClass:
+    """Peers explain most, but not a device that is lost."""
+    found = class_of(error)
+    return found if found is ErrorClass.DEVICE else ErrorClass.COLLECTIVE
 
 
 def forget_frames(error: BaseException) -> None:

@@ -6,7 +6,7 @@ the last thing before a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class RngState:
 
     process: dict[str, Any]
     cpu: torch.Tensor
-    cuda: torch.Tensor | None  # of the current device, where CUDA is in use; never run
+    cuda: torch.Tensor | None  # of the current device, where CUDA is in use; never run on one
 
     @staticmethod
     def take() -> RngState:
@@ -28,6 +28,14 @@ class RngState:
         in_use = torch.cuda.is_initialized()
         cuda = torch.cuda.get_rng_state() if in_use else None
         return RngState(dict(process_rng()), torch.get_rng_state(), cuda)
+
+    def with_device(self) -> RngState:
+        """The same, with the device's generator as it is now where it was not there before: taken
+        before user code ran, it is what a fresh process begins with. Never run on a GPU.
+        """
+        if self.cuda is not None or not torch.cuda.is_initialized():
+            return self
+        return replace(self, cuda=torch.cuda.get_rng_state())
 
     def apply(self) -> None:
         """Make it the present state."""

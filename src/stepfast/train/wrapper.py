@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stepfast.core.faults import ErrorClass, ExceptionReport, is_plain_refusal
+from stepfast.core.faults import ErrorClass, ExceptionReport, Whereabouts, is_plain_refusal
 from stepfast.core.messages import ProbeAnswer, RankFinish, RankLeave, RankStart
 from stepfast.core.rank import (
     MainEntered,
@@ -30,7 +30,7 @@ from stepfast.core.rank import (
     RankInput,
 )
 from stepfast.core.timeouts import solve_timeouts, timeouts_of
-from stepfast.errors import EXIT_TRY_AGAIN, ConfigError, Interrupted, OperatingError
+from stepfast.errors import EXIT_TRY_AGAIN, Interrupted, OperatingError
 from stepfast.runtime.disk import occupy_standard_descriptors, open_own
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
@@ -70,6 +70,7 @@ class RankProcess:
             hear_pin=pins.hear,
         )
         self._host = RankHost(self._monitor, Whereabout(), pins)
+        self._monitor.watch(self._host.device.progress)
         self._monitor.start()
 
     def run(self, function: Callable[..., Any]) -> Any:
@@ -122,6 +123,7 @@ class RankProcess:
             return MainInterrupted()
         except BaseException as error:  # noqa: BLE001 - the user's; it becomes a fault
             report = report_of(error, forming=host.is_forming)
+            host.device.raised(report)
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(_shown(report))  # a script may have closed it
             forget_frames(error)
@@ -137,7 +139,9 @@ class RankProcess:
         self._environment.update(_launcher_names(order))
         put_worker_files_into(Path(order.slot_directory).parent / "tmp")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // order.local_world_size))
+        host.device.enter(order)
         assert self._rng_first is not None, "the function was entered"
+        self._rng_first = self._rng_first.with_device()
         self._rng_first.apply()
         if not host.faults.is_armed:
             host.faults = self._make_faults(order, host.note)
@@ -149,11 +153,9 @@ class RankProcess:
 
     def _form(self, order: RankStart) -> None:
         host = self._host
-        if host.device_type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device cuda: torch sees no CUDA device here; use --device cpu")
         if host.groups is None:
             backend = "gloo" if host.device_type == "cpu" else "cpu:gloo,cuda:nccl"
-            host.groups = Groups(backend)
+            host.groups = Groups(backend, enter_thread=host.device.enter_thread)
             self._monitor.set_abort(host.groups.abort)
         settings = order.settings
         limits = timeouts_of(settings)
@@ -173,6 +175,7 @@ class RankProcess:
         host = self._host
         host.is_forming = False
         host.whereabout.clear()
+        host.device.progress.forget()
         try:
             host.settle_snapshots()
             host.kept.drop_loaders()
@@ -183,12 +186,15 @@ class RankProcess:
             # What cannot be taken apart needs a fresh process; the user's code has no part in it.
             traceback.print_exc()
             os._exit(EXIT_TRY_AGAIN)
+        unusable = host.device.leave()
         obstacle = host.kept.obstacle()
         has_collectives = obstacle is None and host.kept.has_collectives
         if obstacle is not None:
             host.forget_built()
         gc.collect()
-        self._monitor.feed(MainQuiet(obstacle, has_collectives))
+        if unusable is None:
+            unusable = host.device.free_memory(is_built_again=obstacle is not None)
+        self._monitor.feed(MainQuiet(obstacle, has_collectives, unusable))
 
     def _leave_for_good(self) -> None:
         self._host.kept.drop_loaders()
@@ -198,6 +204,8 @@ class RankProcess:
     def _answer_probe(self, probe: int) -> ProbeAnswer:
         """In the monitor thread."""
         where, seconds, stack = self._host.whereabout.look()
+        if where is Whereabouts.USER and self._host.device.progress.is_device_busy():
+            where = Whereabouts.DEVICE
         groups = self._host.groups
         operations = groups.progress().operations if groups is not None else 0
         return ProbeAnswer(

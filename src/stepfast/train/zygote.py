@@ -41,6 +41,10 @@ from stepfast.train.preload import Learning, is_excluded, script_imports, try_im
 # A library that computes with threads starts them when it is imported, unless it is told that one
 # is enough.
 THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# A library that asks whether there is a GPU when it is imported would initialise CUDA by it, and
+# nothing forked later could use it; so torch is told to ask NVML. Ranks keep that, unless the user
+# has set it himself. Never run on a GPU.
+NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 TORCH_MODULES: Final = ("torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp")
 STEPFAST_MODULES: Final = ("stepfast.train.entry", "stepfast.train.storehost")
 EXECUTIONS_MAX: Final = 8
@@ -57,6 +61,7 @@ class Zygote:
         self._plan = spawning.read_plan(plan_descriptor)
         self._started_s = time.monotonic()
         self._user_variables = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+        self._user_variables[NVML_CHECK] = os.environ.get(NVML_CHECK, "1")
         self._node_tag = os.environ.get(spawning.TAG_VARIABLE, "").partition(":")[0] + ":"
         self._forked: list[ProcessId] = []
         self._learning: Learning | None = None
@@ -68,7 +73,7 @@ class Zygote:
     def preload(self) -> None:
         """Load all that is wanted and harmless; may execute this process again instead of
         returning."""
-        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+        os.environ.update(dict.fromkeys((*THREAD_VARIABLES, NVML_CHECK), "1"))
         import torch  # the first heavy import, after the variables that keep it to one thread
 
         if self._plan.learned is None:

@@ -148,3 +148,25 @@ def test_who_is_not_in_the_generation_is_not_asked():
 def test_the_verdict_does_not_depend_on_the_order_of_the_answers():
     told = [evidence(0, COLLECTIVE), evidence(1, USER), evidence(2, COLLECTIVE, collectives=3)]
     assert judge_hang(told) == judge_hang(told[::-1])
+
+
+DEVICE = Whereabouts.DEVICE
+
+
+def test_who_waits_for_its_device_is_no_culprit_while_anothers_is_idle():
+    """The hosts of 0 and 2 ran ahead of a collective that 1's host has not begun."""
+    told = [evidence(0, DEVICE), evidence(1, USER), evidence(2, DEVICE)]
+    verdict = judge_hang(told)
+    assert verdict.culprits == ((1, FaultKind.HANG),) and "outside any collective" in verdict.reason
+    told = [evidence(0, DEVICE), evidence(1, Whereabouts.DATA, limit_s=20.0)]
+    assert judge_hang(told).culprits == ()
+
+
+def test_where_all_wait_for_their_devices_the_one_behind_is_the_culprit():
+    told = [evidence(0, DEVICE, collectives=9), evidence(1, DEVICE, collectives=7)]
+    assert judge_hang(told).culprits == ((1, FaultKind.HANG),)
+    verdict = judge_hang([evidence(0, DEVICE), evidence(1, DEVICE)])
+    assert verdict.culprits == ((0, FaultKind.HANG),)
+    assert verdict.reason == "all ranks wait for their devices; rank 0 stands for them"
+    told = [evidence(rank, DEVICE, since_progress_s=0.1) for rank in (0, 1)]
+    assert judge_hang(told).culprits == ()

@@ -246,7 +246,7 @@ def test_generations_meet_at_the_nodes_in_turn():
     rig = JobRig().start()
     hosts = [rig.state.start.store_host]
     for number in range(3):
-        rig.fault(FaultKind.EXCEPTION, number, error=error_of(ErrorClass.DEVICE))
+        rig.fault(FaultKind.EXCEPTION, number, error=error_of(ErrorClass.MEMORY))
         rig.leave(0, 1, 2, 3)
         hosts.append(rig.state.start.store_host)
         rig.enter()
@@ -299,7 +299,7 @@ def test_a_node_away_for_long_is_a_fault_and_its_ranks_come_fresh():
 def test_a_node_that_left_in_a_recovery_and_is_back_gets_fresh_processes():
     """Its ranks say quiet, and are ended by the order that it missed: they do not count."""
     rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     rig.lose(1)
     rig.leave(0, 1)
     rig.hello(1)
@@ -448,7 +448,7 @@ def test_each_logged_step_is_recorded_once():
 
 def test_progress_refills_the_budget():
     rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2, 3)
     rig.enter()
     assert rig.state.budget.tokens == pytest.approx(29.0)

@@ -41,7 +41,7 @@ def phase(rig: JobRig) -> Phase:
 
 def test_an_exception_is_recovered_in_process():
     rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.MEMORY))
     orders = rig.now_of(Interrupt)
     assert [o.replace for o in orders] == [(), ()]
     rig.leave(0, 1, 2)
@@ -70,10 +70,40 @@ def test_a_killed_rank_is_replaced():
     assert event.survivors_kept_pid and event.kind == "kill"
 
 
+def test_an_error_of_the_device_costs_its_process_at_once():
+    """It may never get out of the generation: what it waits for is the broken device."""
+    rig = JobRig().start()
+    rig.fault(FaultKind.COLLECTIVE, 0, error=error_of(ErrorClass.COLLECTIVE))
+    rig.fault(FaultKind.EXCEPTION, 2, error=error_of(ErrorClass.DEVICE))
+    to_node_1 = [o.message for o in rig.outputs if isinstance(o, SendToNode) and o.node == 1]
+    assert [(r.rank, r.incarnation) for r in to_node_1[-1].replace] == [(2, 1)]
+    rig.leave(0, 1, 2, 3)
+    assert phase(rig) is Phase.RECOVERING, "quiet or not"
+    rig.replace(2)
+    assert phase(rig) is Phase.STARTING
+    rig.enter()
+    (event,) = rig.all_of(Recovered)
+    assert event.survivors_kept_pid and (event.kind, event.rank) == ("exception", 2)
+
+
+def test_a_rank_that_left_and_cannot_go_on_is_replaced_and_is_not_the_cause():
+    rig = JobRig().start()
+    rig.fault(FaultKind.HANG, 1)
+    rig.leave(0, 1, 2)
+    rig.fault(FaultKind.UNUSABLE, 3, reason="rank 3: a CUDA graph cannot be kept")
+    rig.leave(3)
+    assert phase(rig) is Phase.RECOVERING
+    rig.replace(3)
+    rig.enter()
+    (event,) = rig.all_of(Recovered)
+    assert (event.kind, event.rank, event.survivors_kept_pid) == ("hang", 1, True)
+    assert [c.rank for c in event.causes] == [1]
+
+
 def test_a_rank_that_dies_when_it_is_already_quiet_does_not_count_as_out():
     """The fault is in front of the report: the last report still says quiet."""
     rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2)
     rig.set_rank(3, state=RankState.QUIET, generation=Generation(1))
     rig.fault(FaultKind.KILL, 2)
@@ -100,7 +130,7 @@ def test_what_a_node_said_before_it_heard_of_the_generation_does_not_count():
     for n in (0, 1):
         rig.hello(n)
         rig.report(n)
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, step=0)
     rig.report(1, heard=0)
     assert phase(rig) is Phase.RECOVERING, "ranks 2 and 3 may be in generation 1"
@@ -113,7 +143,7 @@ def test_who_never_got_into_the_generation_is_out_of_it():
     for n in (0, 1):
         rig.hello(n)
         rig.report(n)
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, step=0)
     rig.report(1, heard=1)
     assert phase(rig) is Phase.STARTING
@@ -121,7 +151,7 @@ def test_who_never_got_into_the_generation_is_out_of_it():
 
 def test_a_fault_while_starting_joins_the_incident():
     rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2, 3)
     for r in rig.reports:
         rig.set_rank(r, state=RankState.ACTIVE, generation=Generation(2), step=Step(5))
@@ -158,7 +188,7 @@ def test_collateral_faults_wait_for_their_cause():
         rig.fault(FaultKind.COLLECTIVE, number, error=error_of(ErrorClass.COLLECTIVE))
     rig.leave(0, 1, 2, 3)
     assert phase(rig) is Phase.RECOVERING, "collected for a short window"
-    rig.fault(FaultKind.EXCEPTION, 3, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 3, error=error_of(ErrorClass.MEMORY))
     assert "exception" in rig.all_of(DecisionMade)[0].reason
     rig.enter()
     (event,) = rig.all_of(Recovered)
@@ -175,8 +205,8 @@ def test_collateral_faults_alone_are_decided_after_the_window():
 
 def test_a_fault_told_twice_counts_once():
     rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     assert rig.now_of(Interrupt), "the order is a level: it is repeated"
     assert len(rig.all_of(FaultSeen)) == 1
     rig.leave(0, 1, 2, 3)
@@ -185,10 +215,10 @@ def test_a_fault_told_twice_counts_once():
 
 def test_the_same_failure_again_gets_a_fresh_process():
     rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2, 3)
     rig.enter()
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2, 3)
     assert phase(rig) is Phase.RECOVERING
     assert [(r.rank, r.incarnation) for r in rig.now_of(Interrupt)[0].replace] == [(1, 1)]
@@ -216,7 +246,7 @@ def test_a_user_exception_three_times_at_one_step_ends_the_job():
 def test_steps_lost_are_told_from_what_every_rank_had_completed():
     rig = JobRig().start(steps=(4, 5))
     rig.set_rank(0, snapshots=held((1, 4)))
-    rig.fault(FaultKind.EXCEPTION, 0, step=Step(5), error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, step=Step(5), error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2, 3, step=5)
     rig.enter()
     (event,) = rig.all_of(Recovered)
@@ -227,7 +257,7 @@ def test_an_abandoned_lineage_is_never_resumed_from():
     rig = JobRig().start()
     rig.set_rank(0, snapshots=held((1, 4), (1, 5)))
     rig.set_rank(1, snapshots=held((1, 3), (1, 4)))
-    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 1, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2, 3)
     assert rig.state.start.step == 4
     rig.enter()
@@ -253,7 +283,7 @@ def test_a_survivor_with_an_obstacle_has_everybody_build_again():
     for r in rig.reports:
         rig.set_rank(r, keep_obstacle=None)
     rig.set_rank(2, keep_obstacle="a lambda")
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2, 3)
     assert not rig.state.start.keep
     assert [(n.topic, n.text) for n in rig.all_of(Note)] == [("build again", "a lambda")]
@@ -276,7 +306,7 @@ def test_survivors_keep_what_they_built_unless_fresh_ranks_need_them(has_collect
 
 def recovered() -> JobRig:
     rig = JobRig().start()
-    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    rig.fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     rig.leave(0, 1, 2, 3)
     rig.enter()
     return rig

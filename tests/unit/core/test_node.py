@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from stepfast.core.faults import ErrorClass, FaultKind, Whereabouts
@@ -48,7 +49,14 @@ from stepfast.core.node_state import (
     StoreLost,
     StoreReady,
 )
-from stepfast.core.outputs import EndProcess, ForkRank, KillRank, OpenStore, SendToRank
+from stepfast.core.outputs import (
+    EndProcess,
+    ForkRank,
+    KillRank,
+    OpenStore,
+    SendToCoordinator,
+    SendToRank,
+)
 from stepfast.core.terms import Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import FIRST_TURN, TURN
 from stepfast.errors import EXIT_TRY_AGAIN
@@ -342,6 +350,18 @@ def test_quiet_is_reported_with_what_the_slots_hold():
     assert (report.state, report.generation) == (RankState.QUIET, 1)
     assert report.snapshots == held((1, 5), (1, 6))
     assert report.keep_obstacle is None
+
+
+def test_a_rank_that_can_be_in_no_other_generation_is_a_fault_before_it_is_quiet():
+    rig = NodeRig().ready().active()
+    rig.feed(interrupt())
+    rig.say(1, msgspec.structs.replace(quiet(), unusable="2 CUDA graphs cannot be kept"))
+    told = [o.message for o in rig.outputs if isinstance(o, SendToCoordinator)]
+    (fault,) = [m.fault for m in told if isinstance(m, FaultReported)]
+    assert (fault.kind, fault.rank, fault.incarnation) == (FaultKind.UNUSABLE, 1, 1)
+    assert fault.reason == "rank 1: 2 CUDA graphs cannot be kept"
+    kinds = [type(m) for m in told]
+    assert kinds.index(FaultReported) < kinds.index(NodeReport)
 
 
 def test_a_dead_rank_is_replaced_by_order():

@@ -45,11 +45,18 @@ def test_the_same_again_climbs_to_a_fresh_process(kind):
         FaultKind.STOP,
         FaultKind.GIL,
         FaultKind.UNREACHABLE,
+        FaultKind.UNUSABLE,
         FaultKind.NODE,
     ],
 )
 def test_who_is_out_of_reach_is_replaced(kind):
     assert decision(fault(kind)).action is Action.REPLACE_PROCESS
+
+
+def test_an_error_of_the_device_costs_the_process_at_once_and_want_of_memory_does_not():
+    made = decision(exception(ErrorClass.DEVICE))
+    assert made.action is Action.REPLACE_PROCESS and "stays with the process" in made.reason
+    assert decision(exception(ErrorClass.MEMORY)).action is Action.RESTART_IN_PROCESS
 
 
 def test_the_same_user_exception_three_times_is_the_users_bug():

@@ -150,7 +150,7 @@ def test_with_a_store_what_this_run_could_not_use_is_made_durable_first():
 
 
 def raised_meanwhile(**changes):
-    told = fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.DEVICE))
+    told = fault(FaultKind.EXCEPTION, 0, error=error_of(ErrorClass.MEMORY))
     return FaultReported(fault=msgspec.structs.replace(told, **changes))
 
 

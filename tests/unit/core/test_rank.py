@@ -177,10 +177,11 @@ def test_quiet_says_how_long_leaving_took():
     rig.feed(LEAVE)
     rig.now += 0.5
     rig.feed(MainInterrupted())
-    (told,) = [o.message for o in rig.feed(MainQuiet("a mesh of one's own", True))]
+    quiet = MainQuiet("a mesh of one's own", True, "a CUDA graph")
+    (told,) = [o.message for o in rig.feed(quiet)]
     assert told.interrupt_s == pytest.approx(0.5)
     assert (told.generation, told.keep_obstacle) == (3, "a mesh of one's own")
-    assert told.build_has_collectives
+    assert told.build_has_collectives and told.unusable == "a CUDA graph"
 
 
 def test_one_generation_after_the_other():

@@ -38,6 +38,9 @@ SMALL_BYTES = 128 << 10
 the calling thread, without its pool.
 """
 _POLL_S = 0.0005
+# Of cudaError, what a registration of host memory fails by: invalid value, memory, already done,
+# not permitted, not supported.
+_OF_PINNING = (1, 2, 712, 800, 801)
 _AT_ONE_GO = 1 << 62
 
 
@@ -208,7 +211,9 @@ class StreamCopier:
         self._pinned: WeakKeyDictionary[Slot, finalize[..., Any]] = WeakKeyDictionary()
 
     def start(self, slot: Slot, targets: list[Tensor], sources: list[Tensor]) -> StreamCopying:
-        """See `Copier`. Raises OperatingError where the slot's memory cannot be pinned."""
+        """See `Copier`. Raises OperatingError where the slot's memory cannot be pinned, and
+        RuntimeError where the device is broken.
+        """
         if self._stream is None:
             self._stream = self._cuda.Stream()
         if slot not in self._pinned:
@@ -223,11 +228,13 @@ class StreamCopier:
     def _pin(self, slot: Slot) -> finalize[..., Any]:
         memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
         driver, address = self._cuda.cudart(), memory.data_ptr()
-        code = driver.cudaHostRegister(address, memory.numel(), 0)
-        if int(code) != 0:
+        code = int(driver.cudaHostRegister(address, memory.numel(), 0))
+        if code != 0 and code not in _OF_PINNING:  # of an earlier call's, and shown by this one
+            raise RuntimeError(f"CUDA error: {code}, met when {slot.path} was to be pinned")
+        if code != 0:
             raise OperatingError(
-                f"{slot.path}: CUDA refused to pin {memory.numel()} bytes (error {int(code)});"
-                " raise the limit of locked memory (ulimit -l)"
+                f"{slot.path}: CUDA refused to pin {memory.numel()} bytes (error {code});"
+                " raise the limit of locked memory (ulimit -l), or give the node more of it"
             )
         # Runs while the slot still holds its mapping. At the process's end the driver does it.
         undo = finalize(slot, driver.cudaHostUnregister, address)

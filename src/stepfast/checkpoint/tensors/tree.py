@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from itertools import compress
 from operator import is_
 from typing import NamedTuple
@@ -49,7 +49,7 @@ from stepfast.checkpoint.tensors.staging import (
 )
 from stepfast.checkpoint.tensors.structure import Structure
 from stepfast.checkpoint.tensors.walk import Sink, Walk
-from stepfast.errors import StateError
+from stepfast.errors import ScriptError, StateError
 
 
 class Collected(NamedTuple):
@@ -161,6 +161,8 @@ class StateTree:
         if self._layout is None or not room or specs != self._specs:
             self._layout, self._specs = Layout.build(specs, len(blob), rank=self.rank), specs
         known = [found[entry.name] for entry in self._layout.entries]
+        on_devices = [k for k in known if k.ref.device != "cpu"]
+        refuse_several_devices((k.spec.name, k.local.device) for k in on_devices)
         ids = self._held_ids = set(map(id, optimizer_held(self._objects)))
         devices = [k.ref.device if id(k.tensor) in ids else "" for k in known]
         if self._walk is not None and self._walk[0].has_flat_parameters:
@@ -307,3 +309,20 @@ class StateTree:
 
 def _hash(data: bytearray | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def refuse_several_devices(placed: Iterable[tuple[str, torch.device]]) -> None:
+    """Raise ScriptError where a rank's state lies on more than one GPU.
+
+    A copy is ordered behind the work of the one device on which it runs. Behind that of others it
+    could only be by waiting for each of them whole, in the loop. Never run on a GPU.
+    """
+    seen: dict[torch.device, str] = {}
+    for name, device in placed:
+        seen.setdefault(device, name)
+    if len(seen) > 1:
+        (one, first), (other, second) = list(seen.items())[:2]
+        raise ScriptError(
+            f"{first} is on {one} and {second} on {other}: a rank's state is on one GPU, or each"
+            " snapshot would hold the loop until all of them are idle; give each GPU a rank"
+        )
