@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from stepfast.core.terms import Generation, Rank
 from stepfast.errors import Interrupted
+from stepfast.train.backends import GLOO
 from stepfast.train.groups import Groups, Membership
 from stepfast.train.storehost import open_server
 
@@ -60,7 +61,7 @@ def _serve_rank(pipe: Connection, make_workload: Callable[[int], Workload], rank
 
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    groups, workload = Groups("gloo"), make_workload(rank)
+    groups, workload = Groups(GLOO), make_workload(rank)
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
     aborted = threading.Event()
     times: dict[str, Any] = {}

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import TCPStore
@@ -25,6 +26,7 @@ from stepfast.core.terms import Generation, Rank
 from stepfast.errors import OperatingError
 from stepfast.train import torch_groups
 from stepfast.train.abort import AbortReport, Connections
+from stepfast.train.backends import Backend
 from stepfast.train.forming import Helper
 from stepfast.train.replay import Record
 from stepfast.train.sockets import resolved
@@ -42,6 +44,7 @@ class Membership:
 
     forming_timeout_s: limit for all ranks to arrive and connect. Too small gives up on slow
     starters, too big keeps a rank waiting for one that never comes; the job's timeouts derive it.
+    trace_path: where a flight recorder's account goes before an abort.
     """
 
     generation: Generation
@@ -50,6 +53,7 @@ class Membership:
     store_host: str
     store_port: int
     forming_timeout_s: float
+    trace_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class Progress:
 class Groups:
     """The process groups of this process."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._membership: Membership | None = None
         self._connections = Connections()
@@ -72,8 +76,8 @@ class Groups:
         self._abandoned: list[Helper] = []
 
     @property
-    def backend(self) -> str:
-        """What the groups are made of, as torch says it."""
+    def backend(self) -> Backend:
+        """What the groups are made of."""
         return self._backend
 
     @property
@@ -111,13 +115,24 @@ class Groups:
         connections = self._connections
         if connections.is_cut:
             return connections.cut()
-        devices = torch_groups.abort_device_groups()
+        devices = 0
+        if self._backend.ends_by_abort:
+            self._write_trace()
+            devices = torch_groups.abort_device_groups(self._backend.device)
         report = replace(connections.cut(), device_groups_aborted=devices)
         cutter = threading.Thread(
             target=connections.keep_cutting, name="stepfast-abort", daemon=True
         )
         cutter.start()
         return report
+
+    def error(self) -> str | None:
+        """Why what the device's groups have computed may be garbage; None where nothing is known,
+        and where errors are raised at once. From any thread.
+        """
+        if not self._backend.ends_by_abort:
+            return None
+        return torch_groups.device_error(self._backend.device)
 
     def dissolve(self) -> None:
         """Takes the generation apart, after an abort or at the end; does nothing if there is none.
@@ -176,6 +191,14 @@ class Groups:
         """How many connections this process holds for the generation, the store's included."""
         return self._connections.count()
 
+    def _write_trace(self) -> None:
+        path = self._membership.trace_path if self._membership is not None else None
+        if path is None or self._backend.trace is None:
+            return
+        # An account of what happened is worth less than the abort that it precedes.
+        with suppress(OSError, RuntimeError, AttributeError):
+            path.write_bytes(self._backend.trace())
+
     def _run(self, helper: Helper, leaving: Callable[[], bool], limit_s: float) -> None:
         try:
             helper.run(leaving, limit_s)
@@ -197,7 +220,7 @@ class Groups:
 
 
 def _join(
-    backend: str, membership: Membership, connections: Connections, made: list[WatchedStore]
+    backend: Backend, membership: Membership, connections: Connections, made: list[WatchedStore]
 ) -> None:
     """In the helper thread: reaches the store and connects the world group."""
     host, port = membership.store_host, membership.store_port
@@ -207,11 +230,11 @@ def _join(
     # after a pause. Left alone it is through in a millisecond, or waits for a server that is gone.
     connections.learn_store(resolved(host, port))
     store: Store = PrefixStore(f"generation-{membership.generation}", client)
-    if "nccl" not in backend:
+    if not backend.ends_by_abort:
         # NCCL's own threads would need the GIL for each look at a store in Python.
         store = WatchedStore(store, connections)
         made.append(store)
     dist.init_process_group(
-        backend, store=store, rank=membership.rank, world_size=membership.world_size
+        backend.spec, store=store, rank=membership.rank, world_size=membership.world_size
     )
     client.set_timeout(default_pg_timeout)

@@ -34,6 +34,7 @@ from stepfast.errors import EXIT_TRY_AGAIN, ConfigError, Interrupted, OperatingE
 from stepfast.runtime.disk import occupy_standard_descriptors, open_own
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
+from stepfast.train.backends import OF_DEVICE
 from stepfast.train.groups import Groups, Membership
 from stepfast.train.link import AgentLink
 from stepfast.train.monitor import Monitor
@@ -152,7 +153,8 @@ class RankProcess:
         if host.device_type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: torch sees no CUDA device here; use --device cpu")
         if host.groups is None:
-            backend = "gloo" if host.device_type == "cpu" else "cpu:gloo,cuda:nccl"
+            backend = OF_DEVICE[host.device_type]
+            backend.prepare(self._environment)
             host.groups = Groups(backend)
             self._monitor.set_abort(host.groups.abort)
         settings = order.settings
@@ -164,6 +166,7 @@ class RankProcess:
             store_host=order.store_host,
             store_port=order.store_port,
             forming_timeout_s=limits.forming_limit_s,
+            trace_path=Path(order.log_path).with_suffix(".trace.json"),
         )
         with host.forming_groups():
             host.groups.form(membership, lambda: self._monitor.must_leave)

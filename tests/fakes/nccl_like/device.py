@@ -82,6 +82,10 @@ class Device:
             if not self.groups:
                 self._connections.dissolved.set()
 
+    @property
+    def is_any_aborting(self) -> bool:
+        return any(group.is_aborting for group in self.groups)
+
     # --- abort -----------------------------------------------------------------------------------
 
     def start_together(self) -> None:

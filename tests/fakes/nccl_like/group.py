@@ -204,7 +204,12 @@ class NcclLike(dist.ProcessGroup):
     # --- collectives ------------------------------------------------------------------------------
 
     def _start(
-        self, name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], launch: Any, **more: Any
+        self,
+        name: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        launch: Any,
+        **more: Any,
     ) -> Work:
         if self.is_aborting:
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self._rank}.")
@@ -223,10 +228,14 @@ class NcclLike(dist.ProcessGroup):
         return work
 
     def broadcast(self, tensors: Any, opts: Any) -> Work:
-        return self._start("broadcast", ts := list(tensors), ts, lambda g, o, i: g.broadcast(o, opts))
+        return self._start(
+            "broadcast", ts := list(tensors), ts, lambda g, o, i: g.broadcast(o, opts)
+        )
 
     def allreduce(self, tensors: Any, opts: Any) -> Work:
-        return self._start("allreduce", ts := list(tensors), ts, lambda g, o, i: g.allreduce(o, opts))
+        return self._start(
+            "allreduce", ts := list(tensors), ts, lambda g, o, i: g.allreduce(o, opts)
+        )
 
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Work:
         several = partial(_each, lambda g, t: g.allreduce([t], _reduce_options(opts)))

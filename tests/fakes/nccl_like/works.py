@@ -183,9 +183,7 @@ def _local(tensor: Tensor) -> Tensor:
 class Kernels(TorchDispatchMode):
     """Holds each kernel of this thread until the collectives that it depends on have ended."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it does to its local tensors comes by here again
         if _pending and not func.is_view and func not in _READ_NOTHING:
