@@ -86,7 +86,7 @@ def environment(
 
 
 def refused_settings(variables: Mapping[str, str]) -> list[str]:
-    """What a job whose groups are NCCL's refuses to start with: a line for each, with its change."""
+    """What a job with groups of NCCL's refuses to start with: a line for each, with its change."""
     return [
         f"{found.evidence}; {found.change}"
         for rule in _RULES

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -57,7 +58,8 @@ class Backend:
 
 def nccl_trace() -> bytes:
     """NCCL's flight recorder, without stacks, which would take seconds to be named. Never run."""
-    dumped: bytes = c10d._dump_nccl_trace_json(includeCollectives=True, onlyActive=False)  # type: ignore[attr-defined]  # CUDA builds alone have it
+    dump: Any = c10d._dump_nccl_trace_json  # type: ignore[attr-defined]  # CUDA builds have it
+    dumped: bytes = dump(includeCollectives=True, onlyActive=False)
     return dumped
 
 

@@ -1,4 +1,4 @@
-"""Another script, with groups that have NCCL's manners: `over_nccl_like.py SCRIPT ARGUMENTS ...`."""
+"""Another script over groups with NCCL's manners: `over_nccl_like.py SCRIPT ARGUMENTS ...`."""
 
 from __future__ import annotations
 

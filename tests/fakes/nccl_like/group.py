@@ -157,7 +157,7 @@ class NcclLike(dist.ProcessGroup):
             work.end()
 
     def fail(self, said: str = "unhandled system error") -> None:
-        """A test's hand: the communicator breaks. Its work ends with garbage, nobody is told yet."""
+        """A test's hand: it breaks. What is pending ends with garbage, and nobody is told yet."""
         self.error, self.said = ErrorType.COMM_ERROR, said
         self.end_by_abort()
 
