@@ -115,8 +115,11 @@ class Work(dist._Work):
         return self._ended.wait(limit_s)
 
     @torch.no_grad()
-    def execute(self, gloo: Callable[[], Any]) -> None:
-        """In a stream's thread. Raises RuntimeError where a peer is gone."""
+    def execute(self, gloo: Callable[[], Any], pass_on: Callable[[Work], object]) -> None:
+        """In a stream's thread. Raises RuntimeError where a peer is gone.
+
+        `pass_on` returns when the results may be seen; the peers have theirs by then.
+        """
         for before in self._after:
             before.host_wait()
         if self._given is None:
@@ -127,6 +130,7 @@ class Work(dist._Work):
             outputs = [torch.empty_like(tensor) for tensor in self._outputs]
         if not self._ended.is_set():
             self._launch(gloo(), outputs, self._given).wait()
+            pass_on(self)
             self.end(outputs)
 
     def end(self, results: list[Tensor] | None = None) -> None:
@@ -164,11 +168,15 @@ def works_on(tensors: Iterable[Tensor]) -> list[Work]:
         return [work for key in keys for work in _pending.get(key, ())]
 
 
+def pending_works() -> list[Work]:
+    """Everything that has been launched and has not ended."""
+    with _guard:
+        return [work for works in _pending.values() for work in works]
+
+
 def synchronize() -> None:
     """The host waits for everything, as `torch.cuda.synchronize`."""
-    with _guard:
-        works = [work for works in _pending.values() for work in works]
-    for work in works:
+    for work in pending_works():
         work.host_wait()
 
 
