@@ -147,7 +147,7 @@ class Reaction:
         os.kill(self._job.pid_of(self._victim), signal.SIGKILL)
 
 
-@over_both()
+@over_both(long=True)
 @pytest.mark.timeout(300)
 def test_a_fault_in_each_phase_of_a_recovery(
     over: Over, tmp_path: Path, reference_digest: Reference
@@ -273,7 +273,7 @@ def run_schedule(over: Over, seed: int, tmp_path: Path, reference_digest: Refere
     ("over", "seed"),
     [
         *[pytest.param(over_gloo, seed, id=f"{seed}") for seed in range(6)],
-        *[pytest.param(over_nccl_like, seed, id=f"{seed}-nccl_like") for seed in range(6, 9)],
+        *[pytest.param(over_nccl_like, seed, id=f"{seed}-nccl_like") for seed in (6, 7)],
     ],
 )
 def test_random_schedules(over: Over, seed: int, tmp_path: Path, reference_digest: Reference):
