@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from process.groups_cluster import Cluster
+import pytest
+
+from process.groups_cluster import Cluster, gloo, nccl_like
 from process.groups_workloads import SETTLE_LIMIT_S, Collectives
+from stepfast.train.backends import Backend
 
+over_both = pytest.mark.parametrize(
+    "made_of", [gloo, pytest.param(nccl_like, marks=pytest.mark.long)]
+)
 ROUNDS = 50
 RESIDENT_SLACK_MIB = 8  # the allocator's own; what leaks would be more in forty generations
 
 
-def test_fifty_generations_leave_nothing():
-    cluster = Cluster(4, Collectives)
+@over_both
+def test_fifty_generations_leave_nothing(made_of: Callable[[], Backend]):
+    cluster = Cluster(4, Collectives, made_of)
     try:
         seen = []
         for round_number in range(ROUNDS):
@@ -46,8 +54,9 @@ def test_fifty_generations_leave_nothing():
         cluster.close()
 
 
-def test_undisturbed_end():
-    cluster = Cluster(4, Collectives)
+@over_both
+def test_undisturbed_end(made_of: Callable[[], Backend]):
+    cluster = Cluster(4, Collectives, made_of)
     try:
         cluster.open_generation(10)
         for rank, (kind, progress, _) in cluster.answers().items():

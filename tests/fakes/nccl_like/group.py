@@ -74,8 +74,11 @@ class NcclLike(dist.ProcessGroup):
         self._number = 0
         self._splits = 0
         self._gloo: Any = None
-        self._kept: list[Any] = []
+        self._watched: Any = None  # whoever makes one keeps it
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        # A connection of its own, made while the server is sure to live: this group's thread waits
+        # in the store for its peers, and must not keep the main thread out of it meanwhile.
+        self._own_store: Any = store.clone()
         self._connections = DEVICE.add(self)
         self._stream = threading.Thread(target=self._run, name="nccl-like", daemon=True)
         self._stream.start()
@@ -325,7 +328,7 @@ class NcclLike(dist.ProcessGroup):
                 work.host_wait()  # a peer is gone: silence, until somebody ends it
             with DEVICE.changed:
                 DEVICE.changed.notify_all()
-        self._gloo = None
+        self._gloo = self._watched = self._own_store = None
 
     def _pass_on(self, work: Work) -> None:
         while self.is_holding and not work.is_ended:
@@ -335,9 +338,10 @@ class NcclLike(dist.ProcessGroup):
         if self._parent is not None:
             self._parent.host_wait()
         if self._gloo is None:
-            store = WatchedStore(self._store.clone(), self._connections)
-            self._kept.append(store)
-            self._gloo = dist.ProcessGroupGloo(store, self._rank, self._size, timeout=_FOR_EVER)
+            self._watched = WatchedStore(self._own_store, self._connections)
+            self._gloo = dist.ProcessGroupGloo(
+                self._watched, self._rank, self._size, timeout=_FOR_EVER
+            )
         return self._gloo
 
 
