@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 
-import pytest
-
-from process.groups_cluster import Cluster, gloo, nccl_like
+from process.groups_cluster import Cluster
 from process.groups_workloads import SETTLE_LIMIT_S, Collectives
-from stepfast.train.backends import Backend
 
-over_both = pytest.mark.parametrize(
-    "made_of", [gloo, pytest.param(nccl_like, marks=pytest.mark.long)]
-)
 ROUNDS = 50
 RESIDENT_SLACK_MIB = 8  # the allocator's own; what leaks would be more in forty generations
 
 
-@over_both
-def test_fifty_generations_leave_nothing(made_of: Callable[[], Backend]):
-    cluster = Cluster(4, Collectives, made_of)
+def test_fifty_generations_leave_nothing():
+    cluster = Cluster(4, Collectives)
     try:
         seen = []
         for round_number in range(ROUNDS):
@@ -54,9 +46,8 @@ def test_fifty_generations_leave_nothing(made_of: Callable[[], Backend]):
         cluster.close()
 
 
-@over_both
-def test_undisturbed_end(made_of: Callable[[], Backend]):
-    cluster = Cluster(4, Collectives, made_of)
+def test_undisturbed_end():
+    cluster = Cluster(4, Collectives)
     try:
         cluster.open_generation(10)
         for rank, (kind, progress, _) in cluster.answers().items():

@@ -74,6 +74,8 @@ class Groups:
         self._store: WatchedStore | None = None
         self._records: list[Record] = []
         self._abandoned: list[Helper] = []
+        self._aborting = threading.Lock()
+        self._aborted: set[int] = set()  # groups of this generation, by id
 
     @property
     def backend(self) -> Backend:
@@ -112,19 +114,27 @@ class Groups:
         generation is over then; what the main thread still calls in it raises. A thread of its own
         goes on cutting until `dissolve`, for what is being connected just now.
         """
-        connections = self._connections
-        if connections.is_cut:
-            return connections.cut()
-        devices = 0
-        if self._backend.ends_by_abort:
+        connections, is_first = self._connections, not self._connections.is_cut
+        if is_first:
             self._write_trace()
-            devices = torch_groups.abort_device_groups(self._backend.device)
+        devices = self._abort_device_groups()
         report = replace(connections.cut(), device_groups_aborted=devices)
-        cutter = threading.Thread(
-            target=connections.keep_cutting, name="stepfast-abort", daemon=True
-        )
-        cutter.start()
+        if is_first:
+            cutter = threading.Thread(
+                target=connections.keep_cutting,
+                args=(self._abort_device_groups,),
+                name="stepfast-abort",
+                daemon=True,
+            )
+            cutter.start()
         return report
+
+    def _abort_device_groups(self) -> int:
+        """Those that are registered by now: one may have been in the making at the first abort."""
+        if not self._backend.ends_by_abort:
+            return 0
+        with self._aborting:
+            return torch_groups.abort_device_groups(self._backend.device, self._aborted)
 
     def error(self) -> str | None:
         """Why what the device's groups have computed may be garbage; None where nothing is known,
@@ -145,7 +155,9 @@ class Groups:
         if self._connections.is_cut and not self._connections.settle():
             raise OperatingError("a collective cannot be woken: this process has to be replaced")
         self._connections.dissolved.set()
-        torch_groups.destroy_world()
+        with self._aborting:
+            torch_groups.destroy_world()
+            self._aborted = set()
         self._store = None
         self._membership = None
         self._sweep_abandoned()

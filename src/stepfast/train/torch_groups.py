@@ -134,11 +134,15 @@ def _wrapped_hook(hook: Any) -> Any:
     return cells["old_hook"].cell_contents
 
 
-def abort_device_groups(device: torch.device) -> int:
-    """Aborts all groups whose part for `device` ends by an abort, at once, from the monitor thread;
-    returns how many. Never run with NCCL: needs a GPU.
+def abort_device_groups(device: torch.device, aborted_before: set[int]) -> int:
+    """Aborts all groups whose part for `device` ends by an abort, at once; returns how many.
+
+    Not from the main thread. `aborted_before`: the groups that were, by id, this call's added.
+    Never run with NCCL: needs a GPU.
     """
-    aborted = [(group, part) for group in groups() if (part := _part_of(group, device)) is not None]
+    held = [group for group in groups() if id(group) not in aborted_before]
+    aborted = [(group, part) for group in held if (part := _part_of(group, device)) is not None]
+    aborted_before.update(id(group) for group in held)
     if not aborted:
         return 0
     # Grouped, or communicators that depend on each other wait for each other's abort.

@@ -25,12 +25,14 @@ from torch._C._distributed_c10d import ErrorType
 
 from fakes.nccl_like.device import DEVICE, Settings
 from fakes.nccl_like.works import Work, watch_this_thread
+from stepfast.errors import Interrupted
 from stepfast.train.watched_store import WatchedStore
 
 NAME = "nccl_like"
 _FOR_EVER = timedelta(days=1)  # Gloo's own limits are not to be met
 _CLOSE_LIMIT_S = 5.0
 _HOLD_POLL_S = 0.002
+_LOOK_S = 0.002
 
 
 def register() -> None:
@@ -71,14 +73,12 @@ class NcclLike(dist.ProcessGroup):
         self._store = store
         self._parent = parent
         self._launched: list[Work] = []
+        self._launching = threading.Lock()  # the host's threads launch, others look and abort
         self._number = 0
         self._splits = 0
         self._gloo: Any = None
         self._watched: Any = None  # whoever makes one keeps it
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        # A connection of its own, made while the server is sure to live: this group's thread waits
-        # in the store for its peers, and must not keep the main thread out of it meanwhile.
-        self._own_store: Any = store.clone()
         self._connections = DEVICE.add(self)
         self._stream = threading.Thread(target=self._run, name="nccl-like", daemon=True)
         self._stream.start()
@@ -158,7 +158,9 @@ class NcclLike(dist.ProcessGroup):
 
     def end_by_abort(self) -> None:
         """Everything pending ends as it is."""
-        for work in self._launched:
+        with self._launching:
+            launched = list(self._launched)
+        for work in launched:
             work.end()
 
     def fail(self, said: str = "unhandled system error") -> None:
@@ -169,13 +171,15 @@ class NcclLike(dist.ProcessGroup):
     @property
     def is_busy(self) -> bool:
         """Whether something was launched and has not ended."""
-        self._launched = [work for work in self._launched if not work.is_ended]
-        return bool(self._launched)
+        with self._launching:
+            return any(not work.is_ended for work in self._launched)
 
     def overdue(self) -> Work | None:
         """The first work that is over the time limit."""
         now_s, limit_s = time.monotonic(), self._timeout.total_seconds()
-        late = [w for w in self._launched if not w.is_ended and now_s - w.began_s > limit_s]
+        with self._launching:
+            launched = list(self._launched)
+        late = [w for w in launched if not w.is_ended and now_s - w.began_s > limit_s]
         return late[0] if late else None
 
     # --- splitting --------------------------------------------------------------------------------
@@ -225,8 +229,9 @@ class NcclLike(dist.ProcessGroup):
         if self.settings.blocking_wait:
             work.blocks_host = True
             work.raises = lambda: None if work.is_sound else f"{name}: {self.said or 'aborted'}"
-        self._number += 1
-        self._launched = [w for w in self._launched if not w.is_ended] + [work]
+        with self._launching:
+            self._number += 1
+            self._launched = [w for w in self._launched if not w.is_ended] + [work]
         if self.is_aborting:  # meanwhile, by another thread
             work.end()
         self._queue.put(work)
@@ -324,11 +329,11 @@ class NcclLike(dist.ProcessGroup):
                 continue
             try:
                 work.execute(self._communicator, self._pass_on)
-            except RuntimeError:
+            except (RuntimeError, Interrupted):
                 work.host_wait()  # a peer is gone: silence, until somebody ends it
             with DEVICE.changed:
                 DEVICE.changed.notify_all()
-        self._gloo = self._watched = self._own_store = None
+        self._gloo = self._watched = None
 
     def _pass_on(self, work: Work) -> None:
         while self.is_holding and not work.is_ended:
@@ -338,11 +343,32 @@ class NcclLike(dist.ProcessGroup):
         if self._parent is not None:
             self._parent.host_wait()
         if self._gloo is None:
-            self._watched = WatchedStore(self._own_store, self._connections)
+            self._watched = _Patient(self._store, self._connections)
             self._gloo = dist.ProcessGroupGloo(
                 self._watched, self._rank, self._size, timeout=_FOR_EVER
             )
         return self._gloo
+
+
+class _Patient(WatchedStore):
+    """Looks for a peer's address now and then: a wait in the store would keep the main thread out
+    of it, which has the same connection.
+    """
+
+    def _until(self, keys: list[str]) -> None:
+        while not self._open().check(keys):
+            time.sleep(_LOOK_S)
+
+    def get(self, key: str) -> bytes:
+        self._until([key])
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self._until(keys)
+        return super().multi_get(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._until(keys)
 
 
 class _Several:
