@@ -2,10 +2,11 @@
 
     python bench/checkpoint.py                      or: make bench-checkpoint
     python bench/checkpoint.py --quick              a look whether it works
-    python bench/checkpoint.py --only storage       one part alone: stepfast, peers, storage, loader
+    python bench/checkpoint.py --only storage       one part alone, see PARTS
 
-Two ranks, `small` with 512 tokens a rank and step, CPU and Gloo; the bytes in a larger state. Ends
-with 1 where a claim is not met, with 2 where something failed.
+Two ranks, CPU and Gloo: `small` with 512 tokens a rank and step; the third claim with `medium`'s
+1.6 GB of state as well; the bytes alone in a larger state. Ends with 1 where a claim is not met,
+with 2 where something failed.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from claims import (
     BOUNDARY_MS_MAX,
     DOES_NOT_SHOW,
     HELD_SHARE_MAX,
+    SKETCH,
     SPEED_MIN,
     against_peers,
     row,
@@ -33,7 +35,10 @@ from jobs import HERE, BenchError
 from record import QUIET_LOAD, RESULT_VERSION, surroundings
 from saved_jobs import Pair, Saves, model_words, peers_job, stepfast_job, storage_job
 
-PARTS = ("stepfast", "peers", "storage", "loader")
+PARTS = ("stepfast", "peers", "medium", "storage", "loader")
+OWN_SAMPLES = 2  # times as many of `small`: what is lost is a small difference of long turns
+MEDIUM_SAMPLES_MAX = 3
+MEDIUM_TOKENS = 128  # a turn still takes longer than a copy of the state
 LOADER_LIMIT_S = 120.0
 Rows = list[dict[str, Any]]
 
@@ -125,6 +130,12 @@ def loader_rows() -> Rows:
     return rows
 
 
+def of_medium(line: dict[str, Any]) -> dict[str, Any]:
+    """The row under the name and with the sketch of the 1.6 GB model."""
+    measure = f"{line['measure']}, 1.6 GB"
+    return {**line, "measure": measure, "sketch": SKETCH.get(f"{line['system']}: {measure}")}
+
+
 def why_no_nvrx() -> str:
     """One line; it is nobody's dependency here, so it may well be missing."""
     done = subprocess.run(
@@ -146,20 +157,21 @@ def measure(args: argparse.Namespace, directory: Path) -> Rows:
     rows: Rows = []
     parts = args.only or PARTS
     words = model_words("debug", 64) if args.quick else model_words("small", 512)
-    blocked: dict[str, list[float]] = {}
-    lost: dict[str, list[float]] = {}
+    loops = Loops(words, args.samples, directory / "small")
     if "stepfast" in parts:
-        print("stepfast, in a job ...", flush=True)
-        saves, pairs = stepfast_job(args.samples, words, directory / "stepfast")
-        rows += loop_rows(pairs, saves)
-        blocked["stepfast"], lost["stepfast"] = _ms(saves.blocked_s), _ms(saves.lost_s)
+        pairs = loops.add_stepfast(args.samples * OWN_SAMPLES)
+        rows += loop_rows(pairs, loops.found["stepfast"])
     if "peers" in parts:
-        print("the others, in one job ...", flush=True)
-        for name, saves in peers_job(args.samples, words, directory / "peers").items():
-            rows += save_rows(name, saves)
-            blocked[name], lost[name] = _ms(saves.blocked_s), _ms(saves.lost_s)
-    if "stepfast" in blocked and "peers" in parts:
-        rows += against_peers(blocked, lost)
+        loops.add_peers()
+        rows += [line for name in loops.peers() for line in save_rows(name, loops.found[name])]
+    rows += loops.claims()
+    if "medium" in parts:
+        words = model_words("debug", 64) if args.quick else model_words("medium", MEDIUM_TOKENS)
+        loops = Loops(words, min(args.samples, MEDIUM_SAMPLES_MAX), directory / "medium")
+        loops.add_stepfast(min(args.samples, MEDIUM_SAMPLES_MAX))
+        loops.add_peers()
+        own = [line for name, saves in loops.found.items() for line in save_rows(name, saves)]
+        rows += [of_medium(line) for line in own + loops.claims()]
     if "storage" in parts:
         print("a larger state ...", flush=True)
         rows += storage_rows(args, directory / "storage")
@@ -168,6 +180,38 @@ def measure(args: argparse.Namespace, directory: Path) -> Rows:
     if args.quick:  # one sample of another model claims nothing
         rows = [{**line, "limit": None, "limit_is": None, "within_limit": None} for line in rows]
     return rows
+
+
+class Loops:
+    """Trainings of one model, with what each system's durable saves cost them."""
+
+    def __init__(self, words: list[str], samples: int, directory: Path) -> None:
+        directory.mkdir()
+        self._words, self._samples, self._directory = words, samples, directory
+        self.found: dict[str, Saves] = {}
+
+    def add_stepfast(self, cycles: int) -> list[Pair]:
+        print(f"stepfast, in a job, {' '.join(self._words[:2])} ...", flush=True)
+        self.found["stepfast"], pairs = stepfast_job(
+            cycles, self._words, self._directory / "stepfast"
+        )
+        shutil.rmtree(self._directory / "stepfast")  # room for what the others write
+        return pairs
+
+    def add_peers(self) -> None:
+        print(f"the others, in one job, {' '.join(self._words[:2])} ...", flush=True)
+        self.found |= peers_job(self._samples, self._words, self._directory / "peers")
+
+    def peers(self) -> list[str]:
+        return [name for name in self.found if name != "stepfast"]
+
+    def claims(self) -> Rows:
+        """The third claim, where all that it needs was measured."""
+        if "stepfast" not in self.found or not self.peers():
+            return []
+        blocked = {name: _ms(saves.blocked_s) for name, saves in self.found.items()}
+        lost = {name: _ms(saves.lost_s) for name, saves in self.found.items()}
+        return against_peers(blocked, lost)
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 Owns: limits, expectations, the arithmetic from samples to claims. Does not own: measuring, files.
 Sources of the sketches, made before the first run of a training loop: single costs on two cores and
 this kind of disk (memcpy 6.7 GB/s, write and fsync 1.25 GB/s, cold reads 2.2 GB/s, xxh3 12 GB/s,
-each for one process alone), 150 MB a rank for `small`, 342 MB a rank for the larger state.
+each for one process alone), 150 MB a rank for `small`, 805 for `medium`, 342 for the larger state.
 """
 
 import statistics
@@ -42,6 +42,12 @@ SKETCH = {
     "async thread, staged beside: lost": 450.0,
     "async process: lost": 600.0,
     "async process, staged beside: lost": 450.0,
+    "stepfast: blocked, 1.6 GB": 3.0,  # a quarter more tensors than in `small`
+    "torch.save: blocked, 1.6 GB": 1500.0,
+    "async thread, staged beside: blocked, 1.6 GB": 40.0,
+    "async process, staged beside: blocked, 1.6 GB": 40.0,
+    "stepfast: lost, 1.6 GB": 800.0,
+    "torch.save: lost, 1.6 GB": 1500.0,
     "loader state, 8 workers": 1.0,
     "loader state, no workers": 0.1,
 }

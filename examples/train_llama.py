@@ -63,6 +63,9 @@ SIZES = {
     # 25 M.
     "small": Size(dim=512, layers=8, heads=8, kv_heads=4, ffn_dim=1536,
                   sequence_length=256, batch_size=8, lr=1e-3, reshard=False),
+    # 134 M, with AdamW 1.6 GB of state: bytes take time here, too.
+    "medium": Size(dim=1024, layers=10, heads=16, kv_heads=8, ffn_dim=3328,
+                   sequence_length=256, batch_size=8, lr=6e-4, reshard=False),
     # 8 B. Llama 3 8B; five more layers stand in for the large vocabulary that bytes do not need.
     "8b": Size(dim=4096, layers=37, heads=32, kv_heads=8, ffn_dim=14336,
                sequence_length=4096, batch_size=1, lr=3e-4, reshard=True),

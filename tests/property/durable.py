@@ -131,7 +131,6 @@ class WorldStore:
             rank=order.rank,
             name=f"rank-{order.rank}",
             size_bytes=1,
-            digest="",
             layout_digest="",
             block_bytes=1,
             blocks="",

@@ -11,6 +11,7 @@ import pytest
 
 from stepfast.checkpoint.arena import Arena
 from stepfast.checkpoint.blocks import BlockHasher, is_whole
+from stepfast.checkpoint.catalog import verify
 from stepfast.checkpoint.commit import commit
 from stepfast.checkpoint.directory import DirectoryStore
 from stepfast.checkpoint.layout import Layout, TensorSpec
@@ -154,6 +155,18 @@ def test_a_flipped_bit_is_found_or_was_in_what_nobody_reads(store: DirectoryStor
             found += 1
         file_of(store, 1).write_bytes(whole)
     assert found > 10
+
+
+def test_verifying_says_which_bytes_are_wrong(store: DirectoryStore) -> None:
+    path = file_of(store, 1)
+    data = bytearray(path.read_bytes())
+    assert verify(store, SNAPSHOT) == []
+    for at, block in ((len(data) - 1, (len(data) - 1) // BLOCK_BYTES), (2 * BLOCK_BYTES, 2)):
+        data[at] ^= 1  # the last block first: of two the lower one is named
+        path.write_bytes(data)
+        (finding,) = verify(store, SNAPSHOT)
+        start, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, len(data))
+        assert f"bytes {start} to {end} are not" in finding.text
 
 
 def test_swapped_files_are_those_of_other_ranks(store: DirectoryStore) -> None:

@@ -185,6 +185,7 @@ def test_verifying_says_what_is_damaged(job: Path, run: Run) -> None:
     status, said = run("verify", job)
     assert status == 1 and said.count(": whole, ") == 2
     assert "DAMAGED step-000000020-gen-0001/rank-00001-of-00002.safetensors: digest: " in said
+    assert f"bytes 0 to {len(data)} are not those that were written" in said
     assert run("verify", job, "30")[0] == 0
     status, said = run("verify", job, "20", "--json", "--threads", "1")
     assert status == 1 and json.loads(said)["findings"][0]["damage"] == "digest"

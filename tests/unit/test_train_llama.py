@@ -104,7 +104,7 @@ def train(example: Any, *flags: str) -> StandInRun:
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [
-    ("debug", 0.8e6, 1.2e6), ("small", 24e6, 26e6), ("8b", 7.9e9, 8.2e9),
+    ("debug", 0.8e6, 1.2e6), ("small", 24e6, 26e6), ("medium", 133e6, 135e6), ("8b", 7.9e9, 8.2e9),
 ])  # fmt: skip
 def test_sizes_have_the_parameters_that_their_names_say(
     example: Any, name: str, low: float, high: float

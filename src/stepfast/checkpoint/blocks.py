@@ -70,3 +70,12 @@ def is_whole(digests: str, size_bytes: int, block_bytes: int) -> bool:
     if block_bytes < 1 or _DIGESTS.fullmatch(digests) is None:
         return False
     return len(digests) == -(-size_bytes // block_bytes) * _DIGITS
+
+
+def first_difference(found: str, expected: str) -> int | None:
+    """The number of the first block whose checksum is another; None: all are the same."""
+    if found == expected:
+        return None
+    starts = range(0, max(len(found), len(expected)), _DIGITS)
+    pairs = enumerate((found[at : at + _DIGITS], expected[at : at + _DIGITS]) for at in starts)
+    return next(number for number, (one, other) in pairs if one != other)

@@ -20,8 +20,8 @@ from functools import partial
 from threading import Lock
 
 import msgspec
-import xxhash
 
+from stepfast.checkpoint.blocks import BlockHasher, first_difference
 from stepfast.checkpoint.commit import read_layout
 from stepfast.checkpoint.coverage import Coverage, listed
 from stepfast.checkpoint.layout import Layout
@@ -32,7 +32,6 @@ from stepfast.checkpoint.manifest import (
     ShardFile,
     checkpoint_name,
     decode_manifest,
-    digest_text,
     parse_checkpoint_name,
 )
 from stepfast.checkpoint.parallel import SMALL_REQUESTS, in_parallel
@@ -309,8 +308,9 @@ def _verify_file(
         if size_bytes != file.size_bytes:
             text = f"it has {size_bytes} bytes, and was written with {file.size_bytes}"
             return Finding(name, Damage.SIZE, text)
-        if _digest(store, name, size_bytes, count) != file.digest:
-            return Finding(name, Damage.DIGEST, "its bytes are not those that were written")
+        if (wrong := _wrong_bytes(store, name, file, count)) is not None:
+            text = f"bytes {wrong.start} to {wrong.stop} are not those that were written"
+            return Finding(name, Damage.DIGEST, text)
         layout, held = read_layout(store, name)
         if held != manifest.snapshot or layout.digest != file.layout_digest:
             return Finding(name, Damage.DIGEST, "it is the file of another checkpoint")
@@ -319,13 +319,18 @@ def _verify_file(
     return layout
 
 
-def _digest(store: CheckpointStore, name: str, size_bytes: int, count: _Count) -> str:
-    hasher, done = xxhash.xxh3_128(), 0
-    buffer = memoryview(bytearray(min(VERIFY_PIECE_BYTES, size_bytes)))
-    while done < size_bytes:
-        piece = buffer[: min(VERIFY_PIECE_BYTES, size_bytes - done)]
+def _wrong_bytes(store: CheckpointStore, name: str, file: ShardFile, count: _Count) -> range | None:
+    """The first block that has not its checksum; None: all of them have."""
+    hasher, done = BlockHasher(file.block_bytes), 0
+    buffer = memoryview(bytearray(min(VERIFY_PIECE_BYTES, file.size_bytes)))
+    while done < file.size_bytes:
+        piece = buffer[: min(VERIFY_PIECE_BYTES, file.size_bytes - done)]
         store.read_into(name, done, piece)
         hasher.update(piece)
         done += len(piece)
         count.add(len(piece))
-    return digest_text(hasher.hexdigest())
+    number = first_difference(hasher.digests(), file.blocks)
+    if number is None:
+        return None
+    start = number * file.block_bytes
+    return range(start, min(start + file.block_bytes, file.size_bytes))

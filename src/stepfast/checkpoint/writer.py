@@ -23,8 +23,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import xxhash
-
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint.blocks import BlockHasher
 from stepfast.checkpoint.layout import Layout
@@ -33,7 +31,6 @@ from stepfast.checkpoint.manifest import (
     ShardFile,
     checkpoint_name,
     decode_manifest,
-    digest_text,
     shard_name,
     snapshot_words,
 )
@@ -135,15 +132,14 @@ def write_slot(
 
 
 class ShardHasher:
-    """The checksums of a rank's file whose bytes come in order: of the whole, and of its blocks."""
+    """The checksums of a rank's file whose bytes come in order."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._whole, self._blocks = xxhash.xxh3_128(), BlockHasher()
+        self._blocks = BlockHasher()
 
     def update(self, data: Buffer) -> None:
         """The next bytes."""
-        self._whole.update(data)
         self._blocks.update(data)
         self.size_bytes += len(data)
 
@@ -153,7 +149,6 @@ class ShardHasher:
             rank=rank,
             name=name,
             size_bytes=self.size_bytes,
-            digest=digest_text(self._whole.hexdigest()),
             layout_digest=layout_digest,
             block_bytes=self._blocks.block_bytes,
             blocks=self._blocks.digests(),

@@ -38,6 +38,7 @@ from stepfast.checkpoint.manifest import (
     Manifest,
     TensorInfo,
     checkpoint_name,
+    digest_of,
     parse_checkpoint_name,
 )
 from stepfast.checkpoint.store import CheckpointStore, open_store
@@ -171,7 +172,7 @@ def _show(options: argparse.Namespace) -> int:
     _say("")
     _say_table(
         ("FILE", "SIZE", "DIGEST"),
-        [(f.name, size_text(f.size_bytes), f.digest) for f in manifest.files],
+        [(f.name, size_text(f.size_bytes), digest_of(f)) for f in manifest.files],
     )
     _say("")
     _say_table(

@@ -35,15 +35,14 @@ _REMOVED_MAX = 1024  # a node may name so many for longer than they are there
 class ShardFile(msgspec.Struct, frozen=True, kw_only=True):
     """One rank's file, as it was written.
 
-    `name` is relative to the checkpoint's directory; `digest` is of all its bytes, `layout_digest`
-    that of the slot's layout. `blocks` has the checksums of its blocks of `block_bytes` (the last
-    one is shorter), one behind the other, so that a part of the file can be verified.
+    `name` is relative to the checkpoint's directory, `layout_digest` that of the slot's layout.
+    `blocks` has the checksums of its blocks of `block_bytes` (the last one is shorter), one behind
+    the other: all bytes are in one of them, and a part of the file can be verified.
     """
 
     rank: int
     name: str
     size_bytes: int
-    digest: str
     layout_digest: str
     block_bytes: int
     blocks: str

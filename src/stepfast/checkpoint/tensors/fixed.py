@@ -9,7 +9,7 @@ each pass runs in C and touches as little memory as it can.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -47,8 +47,8 @@ class Fixed:
 
     def _is_placed(self) -> bool:
         return (
-            _are(map(_LOCAL, self._sharded), self._own_locals)
-            and _are(map(_SPEC, self._sharded), self._specs)
+            are(map(_LOCAL, self._sharded), self._own_locals)
+            and are(map(_SPEC, self._sharded), self._specs)
             and all(mesh.get_coordinate() == at for mesh, at in self._coordinates.values())
         )
 
@@ -61,5 +61,6 @@ class Fixed:
         )
 
 
-def _are(found: Any, expected: Sequence[object]) -> bool:
+def are(found: Iterable[object], expected: Sequence[object]) -> bool:
+    """Whether as many objects as `expected` has are these very ones. None of them is looked at."""
     return all(map(is_, found, expected))

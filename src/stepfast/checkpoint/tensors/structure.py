@@ -9,15 +9,17 @@ kept alive meanwhile, so that no other object can have taken the place of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from operator import is_, methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 from torch import nn
 
+from stepfast.checkpoint.tensors.fixed import are
 from stepfast.checkpoint.tensors.local import loaded_type
 
+_HELD: Callable[[Any], Any] = attrgetter("_parameters", "_buffers", "_modules")
 _VALUES = methodcaller("values")
 
 
@@ -33,8 +35,10 @@ class Structure:
         self.has_flat_parameters = any(isinstance(m, flat) for m in self._modules)
         self._reshard()
         self._dicts = self._read_dicts()
-        self._values = list(chain.from_iterable(d.values() for d in self._dicts))
-        self._marks = self._read_marks(self._dicts)
+        self._sizes = list(map(len, self._dicts))
+        self._keys = list(chain.from_iterable(self._dicts))
+        self._values = list(chain.from_iterable(map(_VALUES, self._dicts)))
+        self._types = list(map(type, self._modules))
 
     def is_same(self) -> bool:
         """Whether nothing has changed. Brings FSDP2 modules into sharded form, as naming does."""
@@ -47,8 +51,13 @@ class Structure:
 
     def _is_read_as_before(self) -> bool:
         dicts = self._read_dicts()
-        same_dicts = all(map(is_, dicts, self._dicts))
-        return same_dicts and self._read_marks(dicts) == self._marks
+        return (
+            are(dicts, self._dicts)
+            and are(map(type, self._modules), self._types)
+            and list(map(len, dicts)) == self._sizes
+            and are(chain.from_iterable(dicts), self._keys)
+            and are(chain.from_iterable(map(_VALUES, dicts)), self._values)
+        )
 
     def _reshard(self) -> None:
         # Unsharded parameters, which an evaluation leaves behind, are other tensors.
@@ -56,10 +65,4 @@ class Structure:
             module.reshard()
 
     def _read_dicts(self) -> list[Mapping[str, object]]:
-        held = [(m._parameters, m._buffers, m._modules) for m in self._modules]
-        return list(chain.from_iterable(held))
-
-    def _read_marks(self, dicts: list[Mapping[str, object]]) -> tuple[object, ...]:
-        keys = list(chain.from_iterable(dicts))
-        ids = list(map(id, chain.from_iterable(map(_VALUES, dicts))))
-        return keys, ids, list(map(len, dicts)), list(map(type, self._modules))
+        return list(chain.from_iterable(map(_HELD, self._modules)))

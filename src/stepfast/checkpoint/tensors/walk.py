@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from stepfast.checkpoint import plain
 from stepfast.checkpoint.layout import private_name
 from stepfast.checkpoint.plain import Ref
-from stepfast.checkpoint.tensors.fixed import Fixed
+from stepfast.checkpoint.tensors.fixed import Fixed, are
 from stepfast.checkpoint.tensors.flat import cut_state
 from stepfast.checkpoint.tensors.frozen import Frozen
 from stepfast.checkpoint.tensors.local import Inspector, Known, Part, check_writable
@@ -164,14 +164,14 @@ class Walk:
 
     def _optimizer_tree(self, name: str, optimizer: Optimizer, sink: Sink) -> dict[str, object]:
         """As the function, with its state's bytes from before where that is the same tensors."""
-        marks, state = _state_marks(optimizer), self._states.get(name)
-        if state is None or state.marks != marks or not state.fixed.is_good():
+        state = self._states.get(name)
+        if state is None or not state.is_of(optimizer) or not state.fixed.is_good():
             if self._is_in_pieces or not _holds_tensors_alone(optimizer):
                 return _optimizer_tree(name, optimizer, self.names)
             tree = _optimizer_tree(name, optimizer, self.names)
             inner = sink.beside()
             raw = msgspec.Raw(plain.encode(tree["state"], inner.leaf, f"{name}.state"))
-            state = self._states[name] = _State(marks, raw, Fixed(inner.found))
+            state = self._states[name] = _State.of(optimizer, raw, Fixed(inner.found))
         sink.take(state.fixed)
         return {"state": state.raw, "param_groups": _groups(optimizer)}
 
@@ -179,9 +179,20 @@ class Walk:
 class _State(NamedTuple):
     """An optimizer's state that holds nothing but tensors: its bytes, and what they are true of."""
 
-    marks: list[object]
+    sizes: list[int]
+    held: list[object]
     raw: msgspec.Raw
     fixed: Fixed
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, raw: msgspec.Raw, fixed: Fixed) -> _State:
+        sizes, held = _sizes_and_held(optimizer)
+        return cls(sizes, list(held), raw, fixed)
+
+    def is_of(self, optimizer: Optimizer) -> bool:
+        """Whether names and order are what they were."""
+        sizes, held = _sizes_and_held(optimizer)
+        return sizes == self.sizes and are(held, self.held)
 
 
 class _Tensors(NamedTuple):
@@ -287,17 +298,14 @@ def _groups(optimizer: Optimizer) -> list[dict[str, object]]:
     ]
 
 
-def _state_marks(optimizer: Optimizer) -> list[object]:
+def _sizes_and_held(optimizer: Optimizer) -> tuple[list[int], Iterator[object]]:
     """What its state's names and order follow from, if it holds nothing but tensors."""
-    groups = (group["params"] for group in optimizer.param_groups)
+    groups = [group["params"] for group in optimizer.param_groups]
     states = [state for state in optimizer.state.values() if type(state) is dict]
-    return [
-        list(map(id, chain.from_iterable(groups))),
-        list(map(id, optimizer.state)),
-        list(map(len, states)),
-        list(chain.from_iterable(states)),
-        list(map(id, chain.from_iterable(map(dict.values, states)))),
-    ]
+    sizes = [len(optimizer.state), len(groups), *map(len, groups), *map(len, states)]
+    values = chain.from_iterable(map(dict.values, states))
+    parameters = chain.from_iterable(groups)
+    return sizes, chain(parameters, optimizer.state, chain.from_iterable(states), values)
 
 
 def _holds_tensors_alone(optimizer: Any) -> bool:
