@@ -39,9 +39,9 @@ def take_away(rule: str | None) -> None:
             now_s = time.monotonic()
             return now_s - asked.setdefault("first", now_s) > LATE_S
 
-        Monitor.must_leave = property(late)  # type: ignore[assignment, method-assign]
+        Monitor.must_leave = property(late)
     elif rule == "error":
-        Groups.error = lambda groups: None  # type: ignore[assignment, method-assign]
+        Groups.error = lambda groups: None
 
 
 def garble(how: str, group: Any, marks: str) -> None:
