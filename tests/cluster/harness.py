@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
 from stepfast.coordinator.journal import read_events
 from stepfast.events import (
@@ -40,11 +41,33 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 TINY = SCRIPTS / "tiny.py"
 LLAMA = ROOT / "examples" / "train_llama.py"
+OVER_NCCL_LIKE = SCRIPTS / "over_nccl_like.py"
 STEPFAST = (sys.executable, "-m", "stepfast")
 JOB_LIMIT_S = 150.0
 LOOK_S = 0.005
 GONE_LIMIT_S = 3.0  # what was killed needs a moment to vanish on a busy machine
 _MARK = "JOB_UNDER_TEST"
+
+
+Over = Callable[..., tuple[object, ...]]
+"""`over(script, *arguments)`: the same with the groups that a test is about."""
+
+
+def over_gloo(*script: object) -> tuple[object, ...]:
+    """As the script says."""
+    return script
+
+
+def over_nccl_like(*script: object) -> tuple[object, ...]:
+    """With groups that have NCCL's manners; see `fakes.nccl_like`."""
+    return (OVER_NCCL_LIKE, *script)
+
+
+def over_both(*, long: bool = False) -> Any:
+    """Makes a test run over either kind; `long`: over the second when there is time alone."""
+    marks = [pytest.mark.long] if long else []
+    second = pytest.param(over_nccl_like, id="nccl_like", marks=marks)
+    return pytest.mark.parametrize("over", [pytest.param(over_gloo, id="gloo"), second])
 
 
 class Command:

@@ -16,9 +16,13 @@ from cluster.harness import (
     SCRIPTS,
     TINY,
     Job,
+    Over,
     assert_survivors_kept,
     causes_of,
     finish,
+    over_both,
+    over_gloo,
+    over_nccl_like,
     pids_of,
     primary_faults,
     run_job,
@@ -56,8 +60,24 @@ def assert_recovered_as(job: Job, expected: list[tuple[str, int]], digest: str) 
             assert kept == (int(rank) != culprit or in_reach), (kind, culprit, rank)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_on_ranks_0_1_and_3(kind: str, tmp_path: Path, reference_digest: Reference):
+@pytest.mark.parametrize(
+    ("over", "kind"),
+    [
+        *[pytest.param(over_gloo, kind, id=kind) for kind in KINDS],
+        *[
+            pytest.param(
+                over_nccl_like,
+                kind,
+                id=f"{kind}-nccl_like",
+                marks=[] if kind in ("exception", "kill", "hang") else [pytest.mark.long],
+            )
+            for kind in KINDS
+        ],
+    ],
+)
+def test_each_kind_on_ranks_0_1_and_3(
+    over: Over, kind: str, tmp_path: Path, reference_digest: Reference
+):
     """Three faults in one job, each at another step and point; survivors keep their processes."""
     turn = KINDS.index(kind)
     flags = [
@@ -65,7 +85,7 @@ def test_each_kind_on_ranks_0_1_and_3(kind: str, tmp_path: Path, reference_diges
         for i, rank in enumerate(RANKS)
         for part in fault(kind, rank, 6 + 9 * i, POINTS[(turn + i) % len(POINTS)])
     ]
-    job = run_job(tmp_path, LLAMA, *LLAMA_ARGS, layout=TWO_BY_TWO, flags=flags)
+    job = run_job(tmp_path, *over(LLAMA, *LLAMA_ARGS), layout=TWO_BY_TWO, flags=flags)
     digest = reference_digest(LLAMA, *LLAMA_ARGS, layout=TWO_BY_TWO)
     assert_recovered_as(job, [(kind, rank) for rank in RANKS], digest)
     for recovery in job.summary()["recoveries"]:
@@ -76,7 +96,10 @@ def test_each_kind_on_ranks_0_1_and_3(kind: str, tmp_path: Path, reference_diges
             assert (job.directory / "logs" / f"rank-{rank}-gen-{generation}.log").exists()
 
 
-def test_two_faults_at_once_and_faults_during_recovery(tmp_path: Path, reference_digest: Reference):
+@over_both()
+def test_two_faults_at_once_and_faults_during_recovery(
+    over: Over, tmp_path: Path, reference_digest: Reference
+):
     """Two ranks at one step; then a second kill while the groups of the first recovery form.
 
     A process that dies before the fence of its turn takes that turn's snapshot with it: then the
@@ -94,7 +117,7 @@ def test_two_faults_at_once_and_faults_during_recovery(tmp_path: Path, reference
         *fault("stop", 3, 50),
         *fault("stop", 0, 49, "recovery"),
     ]
-    job = run_job(tmp_path, TINY, *TINY_ARGS, layout=TWO_BY_TWO, flags=flags)
+    job = run_job(tmp_path, *over(TINY, *TINY_ARGS), layout=TWO_BY_TWO, flags=flags)
     summary = job.summary()
     assert summary["final_digest"] == reference_digest(TINY, *TINY_ARGS, layout=(1, 4))
     assert_survivors_kept(summary)
@@ -124,11 +147,14 @@ class Reaction:
         os.kill(self._job.pid_of(self._victim), signal.SIGKILL)
 
 
+@over_both(long=True)
 @pytest.mark.timeout(300)
-def test_a_fault_in_each_phase_of_a_recovery(tmp_path: Path, reference_digest: Reference):
+def test_a_fault_in_each_phase_of_a_recovery(
+    over: Over, tmp_path: Path, reference_digest: Reference
+):
     """A second process dies while survivors leave, while groups form, while state is restored."""
     script, args = SCRIPTS / "fragile.py", (*DISTURBED_ARGS, "--pace-ms", 5, "--marks", tmp_path)
-    with running(tmp_path, script, *args, layout=TWO_BY_TWO) as job:
+    with running(tmp_path, *over(script, *args), layout=TWO_BY_TWO) as job:
         for step, kind in ((10, FaultSeen), (50, GenerationOpened)):
             job.until_step(step)
             reaction = Reaction(job, kind, victim=2)
@@ -146,10 +172,11 @@ def test_a_fault_in_each_phase_of_a_recovery(tmp_path: Path, reference_digest: R
     assert ("kill", 3) in causes_of(summary)
 
 
-def test_a_failure_that_repeats_gets_a_fresh_process(tmp_path: Path):
+@over_both(long=True)
+def test_a_failure_that_repeats_gets_a_fresh_process(over: Over, tmp_path: Path):
     """Twice the same exception at the same step: in place first, then in a new process."""
     flags = [*fault("exception", 1, 12), *fault("exception", 1, 12)]
-    job = run_job(tmp_path, TINY, *TINY_ARGS, flags=flags)
+    job = run_job(tmp_path, *over(TINY, *TINY_ARGS), flags=flags)
     summary = job.summary()
     assert [r["kind"] for r in summary["recoveries"]] in (["exception"] * 2, ["exception"])
     first, second, third = pids_of(summary, 1)
@@ -157,9 +184,10 @@ def test_a_failure_that_repeats_gets_a_fresh_process(tmp_path: Path):
     assert len(set(pids_of(summary, 0))) == 1
 
 
-def test_no_survivor_waits_whatever_it_waits_for(tmp_path: Path):
+@over_both()
+def test_no_survivor_waits_whatever_it_waits_for(over: Over, tmp_path: Path):
     """Neither for a loader's stall, nor for the 30 minutes of a collective in the user's group."""
-    job = run_job(tmp_path, SCRIPTS / "waiting.py", tmp_path, layout=TWO_BY_TWO)
+    job = run_job(tmp_path, *over(SCRIPTS / "waiting.py", tmp_path), layout=TWO_BY_TWO)
     summary = job.summary()
     assert causes_of(summary) == [("kill", 0), ("kill", 1)]
     assert_survivors_kept(summary)
@@ -168,8 +196,11 @@ def test_no_survivor_waits_whatever_it_waits_for(tmp_path: Path):
         assert recovery["seconds"]["total"] < 10
 
 
-def test_killing_a_store_or_a_zygote_keeps_every_rank(tmp_path: Path, reference_digest: Reference):
-    with running(tmp_path, TINY, *DISTURBED_ARGS, "--pace-ms", 5, layout=TWO_BY_TWO) as job:
+@over_both(long=True)
+def test_killing_a_store_or_a_zygote_keeps_every_rank(
+    over: Over, tmp_path: Path, reference_digest: Reference
+):
+    with running(tmp_path, *over(TINY, *DISTURBED_ARGS, "--pace-ms", 5), layout=TWO_BY_TWO) as job:
         job.until_step(20)
         store = job.of_type(GenerationOpened)[-1].store
         stores = job.stores()
@@ -194,8 +225,11 @@ def test_killing_a_store_or_a_zygote_keeps_every_rank(tmp_path: Path, reference_
     assert len(set(pids_of(summary, 0))) == len(set(pids_of(summary, 3))) == 1
 
 
-def test_a_killed_agent_comes_back_as_the_same_node(tmp_path: Path, reference_digest: Reference):
-    with running(tmp_path, TINY, *DISTURBED_ARGS, "--pace-ms", 5, layout=TWO_BY_TWO) as job:
+@over_both(long=True)
+def test_a_killed_agent_comes_back_as_the_same_node(
+    over: Over, tmp_path: Path, reference_digest: Reference
+):
+    with running(tmp_path, *over(TINY, *DISTURBED_ARGS, "--pace-ms", 5), layout=TWO_BY_TWO) as job:
         job.until_step(20)
         os.kill(job.agent_pid(1), signal.SIGKILL)
         summary = finish(job)
@@ -206,10 +240,11 @@ def test_a_killed_agent_comes_back_as_the_same_node(tmp_path: Path, reference_di
     assert summary["final_digest"] == reference_digest(TINY, *DISTURBED_ARGS, layout=(1, 4))
 
 
-def test_eight_nodes_of_one_rank(tmp_path: Path, reference_digest: Reference):
+@over_both(long=True)
+def test_eight_nodes_of_one_rank(over: Over, tmp_path: Path, reference_digest: Reference):
     args = ("--steps", 24)
     flags = [*fault("kill", 0, 6), *fault("exception", 7, 12, "backward"), *fault("kill", 5, 18)]
-    job = run_job(tmp_path, TINY, *args, layout=(8, 1), flags=flags)
+    job = run_job(tmp_path, *over(TINY, *args), layout=(8, 1), flags=flags)
     expected = [("kill", 0), ("exception", 7), ("kill", 5)]
     assert_recovered_as(job, expected, reference_digest(TINY, *args, layout=(1, 8)))
 
@@ -224,22 +259,29 @@ def random_schedule(seed: int) -> list[tuple[str, int, int, str]]:
     return [(chance.choice(kinds), chance.randrange(4), s, chance.choice(points)) for s in steps]
 
 
-def run_schedule(seed: int, tmp_path: Path, reference_digest: Reference) -> None:
+def run_schedule(over: Over, seed: int, tmp_path: Path, reference_digest: Reference) -> None:
     schedule = random_schedule(seed)
     print(f"seed {seed}: {schedule}")
     flags: list[Any] = [part for planned in schedule for part in fault(*planned)]
-    job = run_job(tmp_path, TINY, *TINY_ARGS, layout=TWO_BY_TWO, flags=flags)
+    job = run_job(tmp_path, *over(TINY, *TINY_ARGS), layout=TWO_BY_TWO, flags=flags)
     summary = job.summary()
     assert summary["final_digest"] == reference_digest(TINY, *TINY_ARGS, layout=(1, 4)), schedule
     assert_survivors_kept(summary)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_schedules(seed: int, tmp_path: Path, reference_digest: Reference):
-    run_schedule(seed, tmp_path, reference_digest)
+@pytest.mark.parametrize(
+    ("over", "seed"),
+    [
+        *[pytest.param(over_gloo, seed, id=f"{seed}") for seed in range(6)],
+        *[pytest.param(over_nccl_like, seed, id=f"{seed}-nccl_like") for seed in (6, 7)],
+    ],
+)
+def test_random_schedules(over: Over, seed: int, tmp_path: Path, reference_digest: Reference):
+    run_schedule(over, seed, tmp_path, reference_digest)
 
 
 @pytest.mark.long
+@over_both(long=True)
 @pytest.mark.parametrize("seed", range(1000, 1030))
-def test_many_random_schedules(seed: int, tmp_path: Path, reference_digest: Reference):
-    run_schedule(seed, tmp_path, reference_digest)
+def test_many_random_schedules(over: Over, seed: int, tmp_path: Path, reference_digest: Reference):
+    run_schedule(over, seed, tmp_path, reference_digest)

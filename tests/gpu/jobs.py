@@ -6,6 +6,7 @@ Never run on a GPU; see `gpu.bench`. Over the double these are jobs on the CPU w
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from cluster.harness import Job, pids_of, run_job
 from gpu.bench import Bench, NotRun, Outcome
 from stepfast.core.terms import Generation, Rank
+from stepfast.train.backends import GLOO, NCCL
 from stepfast.train.groups import Groups, Membership
 
 _SCRIPT = Path(__file__).parent / "scripts" / "recovering.py"
@@ -107,7 +109,8 @@ def device_error_replaced(bench: Bench) -> Outcome:
 
 def nccl_abort(bench: Bench) -> Outcome:
     """A world is aborted from another thread's place and made again, in one process."""
-    backend = "gloo" if bench.is_fake else "cpu:gloo,cuda:nccl"
+    backend = GLOO if bench.is_fake else NCCL
+    backend.prepare(os.environ)
     if dist.is_initialized():
         raise NotRun("this process is in a process group already")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

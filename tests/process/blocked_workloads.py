@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from stepfast.errors import Interrupted
 from stepfast.train.groups import Groups, Membership
 
 JOIN_LIMIT_S = 5.0
@@ -45,18 +46,21 @@ class Blocked:
             work.wait()  # of 1 and 3
         else:
             dist.barrier()
+        value.sum().item()  # where a wait returns early, the host waits here
+        if leaving():
+            raise Interrupted("what an aborted collective left is worth nothing")
         raise AssertionError("nobody came, and yet the collective is over")
 
     def stay_away(self, leaving: Callable[[], bool]) -> None:
-        from stepfast.errors import Interrupted
-
         while not leaving():
             time.sleep(0.001)
         raise Interrupted("left while it was away")
 
     def wait_in(self, group: Any) -> None:
         try:
-            dist.all_reduce(torch.ones(10), group=group)
+            value = torch.ones(10)
+            dist.all_reduce(value, group=group)
+            value.sum().item()
         except RuntimeError:
             return
 

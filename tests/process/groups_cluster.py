@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from stepfast.core.terms import Generation, Rank
 from stepfast.errors import Interrupted
+from stepfast.train.backends import GLOO, Backend
 from stepfast.train.groups import Groups, Membership
 from stepfast.train.storehost import open_server
 
@@ -55,12 +56,32 @@ def _serve_stores(pipe: Connection) -> None:
         pipe.send(port)
 
 
-def _serve_rank(pipe: Connection, make_workload: Callable[[int], Workload], rank: int) -> None:
+def gloo() -> Backend:
+    """Groups as a job on CPUs has them."""
+    return GLOO
+
+
+def nccl_like() -> Backend:
+    """Groups with NCCL's manners."""
+    from fakes.nccl_like import group, wiring
+
+    group.register()
+    return wiring.NCCL_LIKE
+
+
+def _serve_rank(
+    pipe: Connection,
+    make_workload: Callable[[int], Workload],
+    rank: int,
+    backend_of: Callable[[], Backend],
+) -> None:
     import torch
 
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    groups, workload = Groups("gloo"), make_workload(rank)
+    backend = backend_of()
+    backend.prepare(os.environ)
+    groups, workload = Groups(backend), make_workload(rank)
     orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
     aborted = threading.Event()
     times: dict[str, Any] = {}
@@ -106,8 +127,14 @@ def _serve_rank(pipe: Connection, make_workload: Callable[[int], Workload], rank
 class Cluster:
     """Ranks 0 to `world_size - 1`, and the store process."""
 
-    def __init__(self, world_size: int, make_workload: Callable[[int], Workload]) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        make_workload: Callable[[int], Workload],
+        backend_of: Callable[[], Backend] = gloo,
+    ) -> None:
         self.world_size = world_size
+        self._backend_of = backend_of
         self.generation = 0
         self._make = make_workload
         self._store_pipe, theirs = PROCESSES.Pipe()
@@ -122,7 +149,7 @@ class Cluster:
         """Starts a process for the rank, a replacement if there was one."""
         self.pipes[rank], theirs = PROCESSES.Pipe()
         self.processes[rank] = PROCESSES.Process(
-            target=_serve_rank, args=(theirs, self._make, rank), daemon=True
+            target=_serve_rank, args=(theirs, self._make, rank, self._backend_of), daemon=True
         )
         self.processes[rank].start()
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from stepfast.core.terms import Generation, Rank
 from stepfast.errors import Interrupted, OperatingError
 from stepfast.train import torch_groups
+from stepfast.train.backends import GLOO
 from stepfast.train.groups import Groups, Membership
 from stepfast.train.storehost import open_server
 
@@ -41,7 +42,7 @@ def store_port() -> Iterator[int]:
 
 @pytest.fixture
 def groups(store_port: int) -> Iterator[Groups]:
-    groups = Groups("gloo")
+    groups = Groups(GLOO)
     groups.form(_membership(1, store_port), _never)
     yield groups
     groups.dissolve()
@@ -113,7 +114,7 @@ def test_an_aborted_generation_refuses_its_store(groups: Groups):
 
 
 def test_forming_is_left_and_leaves_nothing(store_port: int):
-    groups = Groups("gloo")
+    groups = Groups(GLOO)
     membership = _membership(1, store_port)
     alone_of_two = Membership(
         generation=membership.generation,
@@ -133,6 +134,6 @@ def test_forming_is_left_and_leaves_nothing(store_port: int):
 
 
 def test_nobody_there_is_an_operating_error():
-    groups = Groups("gloo")
+    groups = Groups(GLOO)
     with pytest.raises(OperatingError):
         groups.form(_membership(1, 1, forming_timeout_s=0.3), _never)

@@ -12,15 +12,15 @@ import pytest
 
 from cluster.harness import SCRIPTS, pids_of, run_job
 from process.blocked_workloads import Blocked
-from process.groups_cluster import Cluster
+from process.groups_cluster import Cluster, gloo, nccl_like
 
 OUT_LIMIT_S = 1.5  # of milliseconds, on a machine that may be busy
 BLOCKED_S = 0.15  # long enough for everybody to be where he waits
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster(4, Blocked)
+@pytest.fixture(scope="module", params=[gloo, nccl_like], ids=lambda made_of: made_of.__name__)
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    cluster = Cluster(4, Blocked, request.param)
     cluster.open_generation("own group")  # imports are paid here
     threading.Event().wait(BLOCKED_S)
     cluster.abort()

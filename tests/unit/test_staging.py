@@ -372,6 +372,7 @@ def snapshots(tmp_path: Path) -> Iterator[Snapshots]:
         on_sealed=lambda _: None,
         note=lambda topic, text: None,
         check=lambda: None,
+        seal_obstacle=lambda: None,
         shield=contextlib.nullcontext,
     )
     yield made

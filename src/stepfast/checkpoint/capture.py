@@ -16,6 +16,8 @@ Invariants, at whatever line the process dies:
 - A slot is unsealed before its first byte changes and sealed after its last: sealed means whole.
 - What cannot be kept (state that is no plain value, too small a memory) is refused before any slot
   is unsealed.
+- A slot is sealed only where nothing speaks against what was copied (`seal_obstacle`), asked behind
+  the copy: collectives that were aborted leave garbage, and no exception.
 - A slot in which a tensor may have changed under the copy is never sealed (void), and the snapshot
   behind a void one is whole before its turn begins.
 
@@ -110,14 +112,16 @@ class Capture:
         on_sealed: Callable[[Captured], object] = lambda _: None,
         note: Callable[[str, str], object] = lambda topic, text: None,
         check: Callable[[], object] = lambda: None,
+        seal_obstacle: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`protected`: snapshots that are kept besides the newest, asked again while none is free.
 
         `on_sealed` hears of each slot that was sealed. `check` may end a wait by raising.
+        `seal_obstacle`: why what was just copied is not sealed; `check` then raises the cause.
         """
         self._arena, self._tree = arena, tree
         self._protected, self._on_sealed = protected, on_sealed
-        self._note, self._check = note, check
+        self._note, self._check, self._seal_obstacle = note, check, seal_obstacle
         self._under_way: _UnderWay | None = None
         self._whole: _Whole | None = None
         self._staged_count = 0
@@ -164,6 +168,7 @@ class Capture:
         """
         slot, state, captured, began = self._begin(snapshot)
         self._tree.copy_into(slot, state)
+        self._refuse_unsound()
         return self._seal(slot, captured, time.perf_counter() - began)
 
     def stage(self, snapshot: SnapshotId) -> Captured | None:
@@ -175,6 +180,7 @@ class Capture:
         slot, state, captured, began = self._begin(snapshot)
         if self._is_whole_due():
             self._tree.copy_into(slot, state)
+            self._refuse_unsound()
             self._whole = _Whole(slot, state)
             return self._seal(slot, captured, time.perf_counter() - began)
         staging = self._tree.stage(slot, state, self._at_boundary)
@@ -194,6 +200,7 @@ class Capture:
             return None
         slot, staging, captured = self._under_way
         self._wait(COPY_LIMIT_S)
+        self._refuse_unsound()
         if changed := staging.changed():
             self._make_void(captured.snapshot, changed)
             return None
@@ -226,7 +233,7 @@ class Capture:
             self._wait(FINISH_LIMIT_S)
         except COPY_ERRORS as error:
             raise OperatingError(f"copying a snapshot failed: {error}") from error
-        if not sound or staging.changed():
+        if not sound or self._seal_obstacle() is not None or staging.changed():
             return None
         captured = msgspec.structs.replace(captured, own_s=staging.own_s)
         return self._seal(slot, captured, captured.blocked_s)
@@ -283,6 +290,11 @@ class Capture:
         captured = msgspec.structs.replace(captured, blocked_s=blocked_s)
         self._on_sealed(captured)
         return captured
+
+    def _refuse_unsound(self) -> None:
+        if (obstacle := self._seal_obstacle()) is not None:
+            self._check()
+            raise OperatingError(f"a snapshot is not sealed: {obstacle}")
 
     def _wait(self, limit_s: float) -> None:
         """Until nothing is written any more. A copy that failed has ended too."""

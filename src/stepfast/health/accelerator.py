@@ -17,22 +17,32 @@ _OFF = ("", "0", "false", "no", "off")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _CHECK = "environment"
 _ONE_ALLOCATOR = "keep PYTORCH_ALLOC_CONF alone; before torch 2.9, PYTORCH_CUDA_ALLOC_CONF"
+_RAISES = "a waiting rank then raises on its own, unasked"
+_KILLS = "torch's watchdog then kills what could go on"
+_MONITOR_KILLS = "torch's monitor then kills what could go on"
+_ALL_END = "one rank's error then ends all others"
 
 
 class _Rule(NamedTuple):
-    """A variable that stands against stepfast when it is switched on, or off."""
+    """A variable that stands against stepfast when it is switched on, or off.
+
+    is_refused: a job on GPUs does not start with it.
+    """
 
     name: str
     is_on: bool
     why: str
+    is_refused: bool = False
 
 
 _RULES = (
-    _Rule("TORCH_NCCL_BLOCKING_WAIT", True, "a waiting rank then raises on its own, unasked"),
-    _Rule("NCCL_BLOCKING_WAIT", True, "a waiting rank then raises on its own, unasked"),
-    _Rule("NCCL_ASYNC_ERROR_HANDLING", True, "torch's watchdog then kills what could go on"),
-    _Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", True, "torch's watchdog then kills what could go on"),
-    _Rule("TORCH_NCCL_ENABLE_MONITORING", True, "torch's monitor then kills what could go on"),
+    _Rule("TORCH_NCCL_BLOCKING_WAIT", True, _RAISES, is_refused=True),
+    _Rule("NCCL_BLOCKING_WAIT", True, _RAISES, is_refused=True),
+    _Rule("NCCL_ASYNC_ERROR_HANDLING", True, _KILLS, is_refused=True),
+    _Rule("TORCH_NCCL_ASYNC_ERROR_HANDLING", True, _KILLS, is_refused=True),
+    _Rule("TORCH_NCCL_ENABLE_MONITORING", True, _MONITOR_KILLS, is_refused=True),
+    _Rule("TORCH_NCCL_PROPAGATE_ERROR", True, _ALL_END, is_refused=True),
+    _Rule("TORCH_NCCL_DUMP_ON_TIMEOUT", True, "stepfast writes NCCL's trace before it aborts"),
     _Rule("CUDA_LAUNCH_BLOCKING", True, "every kernel is then waited for: slow, for debugging"),
     _Rule("PYTORCH_NVML_BASED_CUDA_CHECK", False, "a look for devices then initialises CUDA"),
 )
@@ -76,6 +86,15 @@ def environment(
         return found
     ours = [shown(n, v) for n, v in sorted(variables.items()) if n.startswith(_PREFIXES)]
     return [healthy(_CHECK, " ".join(ours) or "nothing of NCCL, Gloo, CUDA or torch is set")]
+
+
+def refused_settings(variables: Mapping[str, str]) -> list[str]:
+    """What a job with groups of NCCL's refuses to start with: a line for each, with its change."""
+    return [
+        f"{found.evidence}; {found.change}"
+        for rule in _RULES
+        if rule.is_refused and (found := _against(rule, variables, has_gpu=True)) is not None
+    ]
 
 
 def _against(rule: _Rule, variables: Mapping[str, str], *, has_gpu: bool) -> Finding | None:

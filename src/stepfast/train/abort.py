@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from stepfast.train import gloo_waiters
@@ -122,14 +123,16 @@ class Connections:
             elapsed_s=time.monotonic() - started_s,
         )
 
-    def keep_cutting(self) -> None:
+    def keep_cutting(self, besides: Callable[[], object] = lambda: None) -> None:
         """Cuts every few milliseconds until the generation is dissolved, or for a limited time.
 
         Each cut meets what was connected since the last, and ends the waits that Gloo forgot.
+        `besides`: what else has to be done again and again until then.
         """
         deadline_s = time.monotonic() + CUTTING_LIMIT_S
         while not self.dissolved.wait(CUTTING_INTERVAL_S) and time.monotonic() < deadline_s:
             self.cut()
+            besides()
 
     def settle(self) -> bool:
         """Cuts until no thread waits in a group any more; False if one still does after the limit.

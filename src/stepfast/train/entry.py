@@ -22,6 +22,7 @@ import torch.distributed as dist
 from stepfast.core.messages import RankStart
 from stepfast.errors import EXIT_USER_ERROR, ScriptError
 from stepfast.runtime.ports import FaultPoints
+from stepfast.train.backends import OF_DEVICE
 from stepfast.train.host import NoFaults, PlainHost
 from stepfast.train.link import AgentLink
 from stepfast.train.session import Run
@@ -122,7 +123,7 @@ def _run_plain(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[s
         torch.cuda.set_device(local_rank)
     ours = not dist.is_initialized()
     if ours:
-        backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = OF_DEVICE[device_type].spec
         if under_torchrun:
             dist.init_process_group(backend)
         else:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import TCPStore
@@ -25,6 +26,7 @@ from stepfast.core.terms import Generation, Rank
 from stepfast.errors import OperatingError
 from stepfast.train import torch_groups
 from stepfast.train.abort import AbortReport, Connections
+from stepfast.train.backends import Backend
 from stepfast.train.forming import Helper
 from stepfast.train.replay import Record
 from stepfast.train.sockets import resolved
@@ -42,6 +44,7 @@ class Membership:
 
     forming_timeout_s: limit for all ranks to arrive and connect. Too small gives up on slow
     starters, too big keeps a rank waiting for one that never comes; the job's timeouts derive it.
+    trace_path: where a flight recorder's account goes before an abort.
     """
 
     generation: Generation
@@ -50,6 +53,7 @@ class Membership:
     store_host: str
     store_port: int
     forming_timeout_s: float
+    trace_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,9 @@ class Progress:
 class Groups:
     """The process groups of this process."""
 
-    def __init__(self, backend: str, *, enter_thread: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, backend: Backend, *, enter_thread: Callable[[], object] = lambda: None
+    ) -> None:
         """`enter_thread`: called first in each thread that makes groups, so that it is the
         device's.
         """
@@ -73,10 +79,12 @@ class Groups:
         self._store: WatchedStore | None = None
         self._records: list[Record] = []
         self._abandoned: list[Helper] = []
+        self._aborting = threading.Lock()
+        self._aborted: set[int] = set()  # groups of this generation, by id
 
     @property
-    def backend(self) -> str:
-        """What the groups are made of, as torch says it."""
+    def backend(self) -> Backend:
+        """What the groups are made of."""
         return self._backend
 
     @property
@@ -116,16 +124,35 @@ class Groups:
         generation is over then; what the main thread still calls in it raises. A thread of its own
         goes on cutting until `dissolve`, for what is being connected just now.
         """
-        connections = self._connections
-        if connections.is_cut:
-            return connections.cut()
-        devices = torch_groups.abort_device_groups()
+        connections, is_first = self._connections, not self._connections.is_cut
+        if is_first:
+            self._write_trace()
+        devices = self._abort_device_groups()
         report = replace(connections.cut(), device_groups_aborted=devices)
-        cutter = threading.Thread(
-            target=connections.keep_cutting, name="stepfast-abort", daemon=True
-        )
-        cutter.start()
+        if is_first:
+            cutter = threading.Thread(
+                target=connections.keep_cutting,
+                args=(self._abort_device_groups,),
+                name="stepfast-abort",
+                daemon=True,
+            )
+            cutter.start()
         return report
+
+    def _abort_device_groups(self) -> int:
+        """Those that are registered by now: one may have been in the making at the first abort."""
+        if not self._backend.ends_by_abort:
+            return 0
+        with self._aborting:
+            return torch_groups.abort_device_groups(self._backend.device, self._aborted)
+
+    def error(self) -> str | None:
+        """Why what the device's groups have computed may be garbage; None where nothing is known,
+        and where errors are raised at once. From any thread.
+        """
+        if not self._backend.ends_by_abort:
+            return None
+        return torch_groups.device_error(self._backend.device)
 
     def dissolve(self) -> None:
         """Takes the generation apart, after an abort or at the end; does nothing if there is none.
@@ -138,7 +165,9 @@ class Groups:
         if self._connections.is_cut and not self._connections.settle():
             raise OperatingError("a collective cannot be woken: this process has to be replaced")
         self._connections.dissolved.set()
-        torch_groups.destroy_world()
+        with self._aborting:
+            torch_groups.destroy_world()
+            self._aborted = set()
         self._store = None
         self._membership = None
         self._sweep_abandoned()
@@ -189,6 +218,14 @@ class Groups:
         """How many connections this process holds for the generation, the store's included."""
         return self._connections.count()
 
+    def _write_trace(self) -> None:
+        path = self._membership.trace_path if self._membership is not None else None
+        if path is None or self._backend.trace is None:
+            return
+        # An account of what happened is worth less than the abort that it precedes.
+        with suppress(OSError, RuntimeError, AttributeError):
+            path.write_bytes(self._backend.trace())
+
     def _run(self, helper: Helper, leaving: Callable[[], bool], limit_s: float) -> None:
         try:
             helper.run(leaving, limit_s)
@@ -210,7 +247,7 @@ class Groups:
 
 
 def _join(
-    backend: str, membership: Membership, connections: Connections, made: list[WatchedStore]
+    backend: Backend, membership: Membership, connections: Connections, made: list[WatchedStore]
 ) -> None:
     """In the helper thread: reaches the store and connects the world group."""
     host, port = membership.store_host, membership.store_port
@@ -220,11 +257,11 @@ def _join(
     # after a pause. Left alone it is through in a millisecond, or waits for a server that is gone.
     connections.learn_store(resolved(host, port))
     store: Store = PrefixStore(f"generation-{membership.generation}", client)
-    if "nccl" not in backend:
+    if not backend.ends_by_abort:
         # NCCL's own threads would need the GIL for each look at a store in Python.
         store = WatchedStore(store, connections)
         made.append(store)
     dist.init_process_group(
-        backend, store=store, rank=membership.rank, world_size=membership.world_size
+        backend.spec, store=store, rank=membership.rank, world_size=membership.world_size
     )
     client.set_timeout(default_pg_timeout)

@@ -90,7 +90,8 @@ class RankHost:
             protected=pins.held,
             on_sealed=self._sealed,
             note=self.note,
-            check=self.check,
+            check=self.check_sound,
+            seal_obstacle=self.seal_obstacle,
             shield=self.shield,
         )
         self._gradients = GradientWatch(self._gradients_kept)
@@ -150,6 +151,23 @@ class RankHost:
     def check(self) -> None:
         """A safe point."""
         self._monitor.check()
+
+    def check_sound(self) -> None:
+        """A safe point that also raises what the groups know to be wrong."""
+        self._monitor.check()
+        if self.groups is not None and (error := self.groups.error()) is not None:
+            raise dist.DistBackendError(error)
+
+    def seal_obstacle(self) -> str | None:
+        """Why what was copied may be what an aborted collective left behind; asked behind the copy.
+
+        Where a failed collective raises, a boundary that was reached is sound.
+        """
+        if self.groups is None or not self.groups.backend.ends_by_abort:
+            return None
+        if self._monitor.must_leave:
+            return "the generation is over"
+        return self.groups.error()
 
     def shield(self) -> AbstractContextManager[None]:
         """Code that no signal may tear apart."""
@@ -377,7 +395,7 @@ class RankHost:
         seconds = time.monotonic() - self.account.resumed
         with self._monitor.shield():
             assert self.groups is not None, "inside a generation"
-            backend = self.groups.backend
+            backend = self.groups.backend.spec
             self._monitor.send(what_is_kept(self.kept, self._present, backend, seconds, self._fit))
         while True:
             self._monitor.check()

@@ -37,6 +37,7 @@ class Snapshots:
         on_sealed: Callable[[Captured], object],
         note: Callable[[str, str], object],
         check: Callable[[], object],
+        seal_obstacle: Callable[[], str | None],
         shield: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """The arguments are those of `Capture`; `shield`: code that no signal may tear apart."""
@@ -46,6 +47,7 @@ class Snapshots:
         self._capture: Capture | None = None
         self._protected, self._on_sealed = protected, on_sealed
         self._note, self._check, self._shield = note, check, shield
+        self._seal_obstacle = seal_obstacle
         # Of all optimizers: one that is not tracked may update tracked parameters.
         self._hook = register_optimizer_step_pre_hook(self._before_any_step)
 
@@ -62,6 +64,7 @@ class Snapshots:
                 on_sealed=self._sealed,
                 note=self._note,
                 check=self._check,
+                seal_obstacle=self._seal_obstacle,
             )
 
     def restore(self, snapshot: SnapshotId) -> None:

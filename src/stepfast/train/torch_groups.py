@@ -134,20 +134,43 @@ def _wrapped_hook(hook: Any) -> Any:
     return cells["old_hook"].cell_contents
 
 
-def abort_device_groups() -> int:
-    """Aborts all NCCL groups at once, from the monitor thread; returns how many. Never run: needs a
-    GPU.
+def abort_device_groups(device: torch.device, aborted_before: set[int]) -> int:
+    """Aborts all groups whose part for `device` ends by an abort, at once; returns how many.
+
+    Not from the main thread. `aborted_before`: the groups that were, by id, this call's added.
+    Never run with NCCL: needs a GPU.
     """
-    aborted = [group for group in groups() if "nccl" in str(c10d._world.pg_map.get(group, ""))]
+    held = [group for group in groups() if id(group) not in aborted_before]
+    aborted = [(group, part) for group in held if (part := _part_of(group, device)) is not None]
+    aborted_before.update(id(group) for group in held)
     if not aborted:
         return 0
     # Grouped, or communicators that depend on each other wait for each other's abort.
-    backend: Any = aborted[0]._get_backend(torch.device("cuda"))
-    backend._group_start()
-    for group in aborted:
+    first = aborted[0][1]
+    first._group_start()
+    for group, _ in aborted:
         group.abort()
-    backend._group_end()
+    first._group_end()
     return len(aborted)
+
+
+def device_error(device: torch.device) -> str | None:
+    """What a group's part for `device` knows to be wrong by now, in words; from any thread."""
+    for group in groups():
+        part = _part_of(group, device)
+        error = part.get_error() if part is not None else None
+        if error is not None and error.name != "SUCCESS":
+            return f"group {c10d._world.pg_names.get(group)} reports {error.name}"
+    return None
+
+
+def _part_of(group: ProcessGroup, device: torch.device) -> Any:
+    """The group's backend for `device` if such are aborted together, as NCCL's are; else None."""
+    try:
+        part = group._get_backend(device)
+    except RuntimeError:
+        return None
+    return part if hasattr(part, "_group_start") else None
 
 
 def holders_of(held: list[ProcessGroup]) -> Holders:

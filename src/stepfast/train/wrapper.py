@@ -34,6 +34,7 @@ from stepfast.errors import EXIT_TRY_AGAIN, Interrupted, OperatingError
 from stepfast.runtime.disk import occupy_standard_descriptors, open_own
 from stepfast.runtime.ports import FaultPoints
 from stepfast.train import torch_private
+from stepfast.train.backends import OF_DEVICE
 from stepfast.train.groups import Groups, Membership
 from stepfast.train.link import AgentLink
 from stepfast.train.monitor import Monitor
@@ -154,7 +155,8 @@ class RankProcess:
     def _form(self, order: RankStart) -> None:
         host = self._host
         if host.groups is None:
-            backend = "gloo" if host.device_type == "cpu" else "cpu:gloo,cuda:nccl"
+            backend = OF_DEVICE[host.device_type]
+            backend.prepare(self._environment)
             host.groups = Groups(backend, enter_thread=host.device.enter_thread)
             self._monitor.set_abort(host.groups.abort)
         settings = order.settings
@@ -166,6 +168,7 @@ class RankProcess:
             store_host=order.store_host,
             store_port=order.store_port,
             forming_timeout_s=limits.forming_limit_s,
+            trace_path=Path(order.log_path).with_suffix(".trace.json"),
         )
         with host.forming_groups():
             host.groups.form(membership, lambda: self._monitor.must_leave)
