@@ -131,7 +131,8 @@ def test_two_faults_at_once_and_faults_during_recovery(
         ("stop", 0),
     ]:
         assert (kind, rank) in seen, seen
-    assert len(summary["recoveries"]) <= 5, "a fault during a recovery joins its incident"
+    # Of two that are due in one step, the first may be recovered from before the other is reached.
+    assert len(summary["recoveries"]) <= 7, "a fault during a recovery joins its incident"
 
 
 class Reaction:

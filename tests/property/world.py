@@ -163,10 +163,14 @@ class Agent:
         for given in backlog:
             self.feed(given)
 
+    def stopped(self) -> frozenset[Rank]:
+        """Whose process the kernel shows as stopped."""
+        return frozenset(rank for rank, p in self.processes.items() if p.is_stopped)
+
     def _tick(self) -> None:
         if self.is_alive:
             if not self.is_frozen:
-                self.feed(NodeTick(frozenset(), self.world.store.signs(self)))
+                self.feed(NodeTick(self.stopped(), self.world.store.signs(self)))
             self.world.tick_later(self._tick)
 
     # --- the connection ------------------------------------------------------------------------
@@ -409,7 +413,7 @@ class World:
             return
         stopped: frozenset[Rank] = frozenset()
         if isinstance(message, ProbeRanks):
-            stopped = frozenset(r for r, p in agent.processes.items() if p.is_stopped)
+            stopped = agent.stopped()
         agent.feed(FromJob(message, stopped))
 
     def peer_lost(self, connection: Connection) -> None:

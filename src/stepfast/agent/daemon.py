@@ -194,9 +194,10 @@ class Agent:
         looked_at = 0.0
         while True:
             await asyncio.sleep(_TICK_S)
-            leaving = [r for r, local in self._driver.state.ranks.items() if local.is_leaving]
+            ranks = self._driver.state.ranks.items()
+            awaited = [r for r, local in ranks if local.is_leaving or local.is_watched]
             writes = () if self._durable is None else self._durable.signs()
-            self._feed(NodeTick(self._stopped_of(leaving), writes))
+            self._feed(NodeTick(self._stopped_of(awaited), writes))
             if self._clock.monotonic() - looked_at >= _LOOK_S:
                 looked_at = self._clock.monotonic()
                 self._tail.look()

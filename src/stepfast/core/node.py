@@ -348,6 +348,7 @@ def _tick(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
     if state.unsent or turn.now - state.beat_at >= turn.timeouts.heartbeat_interval_s:
         node_ranks.beat(turn)
     if state.finish is None:
+        node_watch.seen_stopped(turn, stopped)
         node_watch.suspect(turn)
         node_watch.probe_overdue(turn)
         _leave_overdue(turn, stopped)

@@ -66,6 +66,7 @@ class LocalRank:
     phase: str = SETUP
     phase_since: float = 0.0
     turn_phase: str = SETUP  # what a section interrupts
+    stopped_since: float | None = None  # the kernel has shown its process as stopped at each look
     suspect_at: float = 0.0  # the next time at which a suspicion may be told
     digests: tuple[TensorDigest, ...] = ()  # said in parts, before it returns
     leave_deadline: float | None = None  # told to leave; replaced if still there then
@@ -323,8 +324,8 @@ class WriteSigns:
 
 @dataclass(frozen=True, slots=True)
 class NodeTick:
-    """Input: time went by; `stopped_ranks` are those told to leave whose process the kernel shows
-    as stopped, `writes` those under way.
+    """Input: time went by; `stopped_ranks` are those told to leave or to go on whose process
+    the kernel shows as stopped, `writes` those under way.
     """
 
     stopped_ranks: frozenset[Rank] = frozenset()

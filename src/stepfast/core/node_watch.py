@@ -59,8 +59,22 @@ def phase_ended(turn: NodeTurn, rank: Rank, message: PhaseEnded) -> None:
     turn.set_rank(rank, phase=local.turn_phase, phase_since=turn.now, suspect_at=0.0)
 
 
+def seen_stopped(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
+    """Whose process the kernel shows as stopped now. A profiler stops one for a moment only, and is
+    seen to let it go on."""
+    for rank, local in turn.state.ranks.items():
+        if rank not in stopped and local.stopped_since is not None:
+            turn.set_rank(rank, stopped_since=None)
+        elif rank in stopped and local.stopped_since is None:
+            turn.set_rank(rank, stopped_since=turn.now)
+
+
 def limit_s(turn: NodeTurn, local: LocalRank) -> float:
-    """How long the rank's present phase may take."""
+    """How long the rank's present phase may take. A process that does not run needs no patience for
+    what it does."""
+    stopped_s = 0.0 if local.stopped_since is None else turn.now - local.stopped_since
+    if stopped_s >= turn.timeouts.hang_floor_s * SUSPICION_RATIO:
+        return turn.timeouts.hang_floor_s
     factor = turn.state.limit_factor if local.step == turn.state.limit_step else 1.0
     return min(turn.timeouts.hang_ceiling_s, turn.limits.limit_s(local.phase) * factor)
 

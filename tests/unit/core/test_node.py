@@ -516,6 +516,27 @@ def test_who_leaves_or_returned_is_not_suspected():
     assert not rig.all_of(HangSuspected)
 
 
+def test_a_stopped_process_is_suspected_soon_whatever_it_was_in():
+    rig = turning(NodeRig().ready().active())
+    rig.say(0, PhaseBegan(generation=G1, step=Step(6), phase="section:eval"))
+    rig.tick(0.1, stopped=[0])
+    rig.tick(1.9, stopped=[0])
+    assert [(s.rank, s.limit_s) for s in rig.now_of(HangSuspected) if s.rank == 0] == [(0, 2.0)]
+    rig.feed(ask(frozenset({Rank(0)})))
+    rig.say(1, answer())
+    of_stopped = rig.now_of(EvidenceGiven)[0].evidence[0]
+    assert (of_stopped.whereabouts, of_stopped.limit_s) == ("stopped", 2.0)
+
+
+def test_a_process_that_a_profiler_stops_now_and_then_has_its_phases_limit():
+    rig = turning(NodeRig().ready().active())
+    rig.say(0, PhaseBegan(generation=G1, step=Step(6), phase="section:eval"))
+    for _ in range(5):
+        rig.tick(1.0, stopped=[0])
+        rig.tick(0.1)
+    assert not [s for s in rig.all_of(HangSuspected) if s.rank == 0]
+
+
 # --- probes --------------------------------------------------------------------------------------
 
 
