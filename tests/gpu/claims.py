@@ -23,6 +23,7 @@ CLAIMS = (
         measure=memory.staging_stall,
         doubles=(
             f"{_STAGING}test_the_stream_copier_copies_behind_what_is_queued",
+            f"{_STAGING}test_what_may_change_at_once_is_queued_before_it_can_and_the_host_goes_on",
             f"{_STAGING}test_a_copy_behind_work_that_never_ends_has_not_ended",
         ),
         not_shown="a model's own kernels, which share the copy engine and the memory's bandwidth",
@@ -92,6 +93,10 @@ CLAIMS = (
         says="Ranks that wait in NCCL for one that raised are woken, and keep their processes.",
         measure=jobs.nccl_peers,
         gpus=2,
+        doubles=(
+            "tests/process/test_interrupt.py::test_two_blocked_groups_are_released_together",
+            "tests/cluster/test_recovery.py::test_each_kind_on_ranks_0_1_and_3",
+        ),
     ),
     Claim(
         name="CUDA context kept",

@@ -93,7 +93,7 @@ class _Rig:
         took_s = []
         for _ in range(3):
             began = time.perf_counter()
-            copying = self.copier.start(slot, targets, self._sources)
+            copying = self.copier.start(slot, ([], []), (targets, self._sources))
             assert copying.wait(60.0), "a copy took a minute"
             took_s.append(time.perf_counter() - began)
         return min(took_s)
@@ -145,7 +145,7 @@ def pinned_given_back(bench: Bench) -> Outcome:
         source = torch.ones(4, device=bench.device)
         kept = []
         for slot in arena.slots:
-            assert copier.start(slot, [torch.zeros(4)], [source]).wait(10.0)
+            assert copier.start(slot, ([], []), ([torch.zeros(4)], [source])).wait(10.0)
             kept.append(torch.frombuffer(slot.memory, dtype=torch.uint8))  # the mapping stays
         del slot
         arena.close()

@@ -17,6 +17,7 @@ PROCESSES = (
     "SIGKILL beside live contexts",
     "fork before CUDA",
     "NCCL abort and re-init",
+    "NCCL abort with peers",
     "CUDA context kept",
     "a sticky error costs one process",
     "device memory is flat",
@@ -27,9 +28,8 @@ PROCESSES = (
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_claim_is_measured(name: str, tmp_path: Path):
     (claim,) = [c for c in CLAIMS if c.name == name]
-    bench = Bench(
-        cuda=FakeCuda(), device=torch.device("cpu"), directory=tmp_path, turns=3, recoveries=3
-    )
+    cuda = FakeCuda(device_count_=claim.gpus)
+    bench = Bench(cuda=cuda, device=torch.device("cpu"), directory=tmp_path, turns=3, recoveries=3)
     row = claim.run(bench)
     wanted = Status.NOT_RUN if "ECC" in name else Status.PASS
     assert row["status"] == wanted, row

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fakes.device import FakeCuda
 from stepfast.checkpoint.arena import SLOTS_WITH_OVERLAP, Arena, Slot, sealed_slots
@@ -24,10 +25,14 @@ from stepfast.checkpoint.capture import Capture, Captured
 from stepfast.checkpoint.directory import DirectoryStore
 from stepfast.checkpoint.restore import open_sealed
 from stepfast.checkpoint.tensors.copier import (
+    Copied,
+    Copying,
+    Pairs,
     StreamCopier,
     ThreadCopier,
     ThreadCopying,
     copy_all,
+    copy_few,
     pieces,
 )
 from stepfast.checkpoint.tensors.local import over
@@ -43,6 +48,7 @@ from stepfast.train.snapshot_cost import SnapshotCost
 from stepfast.train.snapshots import Snapshots
 
 Objects = dict[str, Any]
+NOTHING: Pairs = ([], [])
 
 
 def snap(step: int) -> SnapshotId:
@@ -64,9 +70,12 @@ class LateCopier:
         self.never_ends = False
         self.stands_after_abort = True
 
-    def start(self, slot: Slot, targets: list[Tensor], sources: list[Tensor]) -> LateCopying:
+    def start(self, slot: Slot, now: Pairs, later: Pairs) -> Copying:
+        copy_few(*now)
+        if not later[0]:
+            return Copied()
         self.started += 1
-        return LateCopying(self, targets, sources)
+        return LateCopying(self, *later)
 
 
 class LateCopying:
@@ -570,22 +579,50 @@ def test_the_stream_copier_copies_behind_what_is_queued(slot: Slot):
     target, source = torch.zeros(3), torch.ones(3)
     with cuda.held():
         cuda.launch()  # the step that made `source`
-        copying = copier.start(slot, [target], [source])
+        copying = copier.start(slot, NOTHING, ([target], [source]))
         cuda.launch()  # the next one is nothing to it
     queued = ["on the side stream", "event recorded on side stream", "back"]
     assert cuda.calls[-4:] == ["side stream waits for the current one", *queued]
     assert torch.equal(target, source) and copying.wait(0.0) and not copying.stands_after_abort
     cuda.launch(looks=3)
-    late = copier.start(slot, [target], [source])
+    late = copier.start(slot, NOTHING, ([target], [source]))
     assert not late.wait(0.0) and late.wait(1.0)
     assert cuda.device_syncs == 0 and "synchronized" not in " ".join(cuda.calls)
+
+
+class CopiesSeen(TorchDispatchMode):
+    """Says how copies are queued, among the calls of the double."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        targets, _, *non_blocking = args
+        waits = "" if non_blocking == [True] else ", waited for"
+        self._cuda.calls.append(f"{len(targets)} copied{waits}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_may_change_at_once_is_queued_before_it_can_and_the_host_goes_on(slot: Slot):
+    """A buffer, or what another copies at the boundary: it is no reason to wait for the device."""
+    cuda = FakeCuda()
+    now, later = ([torch.zeros(2)], [torch.ones(2)]), ([torch.zeros(3)] * 2, [torch.ones(3)] * 2)
+    copier = StreamCopier(cuda)
+    with cuda.held(), CopiesSeen(cuda):
+        cuda.launch()
+        copying = copier.start(slot, now, later)
+        assert not copying.wait(0.0)
+    assert copying.wait(0.0)
+    queued = ["1 copied", "side stream waits for the current one", "on the side stream"]
+    assert cuda.calls[-6:] == [*queued, "2 copied", "event recorded on side stream", "back"]
 
 
 def test_a_copy_behind_work_that_never_ends_has_not_ended(slot: Slot):
     cuda = FakeCuda()
     with cuda.held():
         cuda.launch()
-        copying = StreamCopier(cuda).start(slot, [torch.zeros(3)], [torch.ones(3)])
+        copying = StreamCopier(cuda).start(slot, NOTHING, ([torch.zeros(3)], [torch.ones(3)]))
         copying.cancel()
         assert not copying.wait(0.001)
     assert copying.wait(0.0)
@@ -593,7 +630,7 @@ def test_a_copy_behind_work_that_never_ends_has_not_ended(slot: Slot):
 
 def test_what_breaks_the_device_rises_where_its_copy_is_waited_for(slot: Slot):
     cuda = FakeCuda()
-    copying = StreamCopier(cuda).start(slot, [torch.zeros(3)], [torch.ones(3)])
+    copying = StreamCopier(cuda).start(slot, NOTHING, ([torch.zeros(3)], [torch.ones(3)]))
     cuda.lose_context(214)
     with pytest.raises(torch.AcceleratorError, match="uncorrectable ECC"):
         copying.wait(0.0)
@@ -606,7 +643,7 @@ def test_slots_are_pinned_once_each_and_given_back_when_they_go(tmp_path: Path):
     arena.claim(tree.collect().layout)
     copier = StreamCopier(cuda)
     for slot in [*arena.slots, *arena.slots]:
-        copier.start(slot, [torch.zeros(1)], [torch.ones(1)])
+        copier.start(slot, NOTHING, ([torch.zeros(1)], [torch.ones(1)]))
     size_bytes = tree.collect().layout.file_bytes
     assert list(cuda.pinned.values()) == [size_bytes] * len(arena.slots)
     assert cuda.calls.count(f"{size_bytes} bytes pinned") == len(arena.slots)
@@ -619,14 +656,14 @@ def test_a_device_that_is_broken_when_a_slot_is_to_be_pinned_is_no_matter_of_mem
     cuda = FakeCuda()
     cuda.lose_context(710)
     with pytest.raises(RuntimeError, match=r"CUDA error: 710, met when .*slot-0") as caught:
-        StreamCopier(cuda).start(slot, [], [])
+        StreamCopier(cuda).start(slot, NOTHING, NOTHING)
     assert class_of(caught.value) is ErrorClass.DEVICE
 
 
 def test_memory_that_cannot_be_pinned_is_one_clear_line(slot: Slot):
     cuda = FakeCuda(pinned_bytes_max=0)
     with pytest.raises(OperatingError, match=r"slot-0.*refused to pin .* \(ulimit -l") as caught:
-        StreamCopier(cuda).start(slot, [], [])
+        StreamCopier(cuda).start(slot, NOTHING, NOTHING)
     assert "\n" not in str(caught.value) and cuda.pinned == {}
 
 

@@ -62,11 +62,16 @@ class Copying(Protocol):
         """Stop soon. It has ended when `wait` says so."""
 
 
+Pairs = tuple[list[Tensor], list[Tensor]]  # targets, views of a slot; sources
+
+
 class Copier(Protocol):
     """Starts copies of tensors of one kind of device into slots."""
 
-    def start(self, slot: Slot, targets: list[Tensor], sources: list[Tensor]) -> Copying:
-        """Copy `sources`, which nobody else resizes or frees, into `targets`, views of `slot`."""
+    def start(self, slot: Slot, now: Pairs, later: Pairs) -> Copying:
+        """Copy as they are what may change as soon as this returns, `now`, and what nobody else
+        changes, resizes or frees before the copy has ended, `later`.
+        """
 
 
 # ------------------------------------------------------------------------------------------ a CPU
@@ -79,9 +84,24 @@ class ThreadCopier:
     large contiguous tensors go by memmove, which knows no pool.
     """
 
-    def start(self, slot: Slot, targets: list[Tensor], sources: list[Tensor]) -> ThreadCopying:
+    def start(self, slot: Slot, now: Pairs, later: Pairs) -> Copying:
         """See `Copier`. Raises OperatingError where no thread can be had."""
-        return ThreadCopying(targets, sources)
+        copy_few(*now)
+        return ThreadCopying(*later) if later[0] else Copied()
+
+
+class Copied:
+    """See `Copying`: there was nothing left to do."""
+
+    stands_after_abort = True
+    own_s = 0.0
+
+    def wait(self, limit_s: float) -> bool:
+        """See `Copying`."""
+        return True
+
+    def cancel(self) -> None:
+        """It has ended."""
 
 
 class ThreadCopying:
@@ -162,6 +182,12 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     count_as_changed(targets)
 
 
+def copy_few(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy `sources`, if there are any, into `targets` by one call of torch's."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
 def count_as_changed(tensors: Sequence[Tensor]) -> None:
     """Raise the versions of tensors whose memory was written to behind torch's back: whoever kept
     one for a backward must notice.
@@ -210,20 +236,24 @@ class StreamCopier:
         self._stream: Any = None
         self._pinned: WeakKeyDictionary[Slot, finalize[..., Any]] = WeakKeyDictionary()
 
-    def start(self, slot: Slot, targets: list[Tensor], sources: list[Tensor]) -> StreamCopying:
+    def start(self, slot: Slot, now: Pairs, later: Pairs) -> StreamCopying:
         """See `Copier`. Raises OperatingError where the slot's memory cannot be pinned, and
         RuntimeError where the device is broken.
+
+        What is copied `now` is queued where the training is, before whatever may change it: the
+        host does not wait for it.
         """
         if self._stream is None:
             self._stream = self._cuda.Stream()
         if slot not in self._pinned:
             self._pinned[slot] = self._pin(slot)
+        copy_few(*now, non_blocking=True)
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            copy_few(*later, non_blocking=True)
             done = self._cuda.Event()
             done.record(self._stream)
-        return StreamCopying(done, targets, sources)
+        return StreamCopying(done, now, later)
 
     def _pin(self, slot: Slot) -> finalize[..., Any]:
         memory = torch.frombuffer(slot.memory, dtype=torch.uint8)
@@ -251,9 +281,9 @@ class StreamCopying:
     stands_after_abort = False
     own_s = 0.0
 
-    def __init__(self, done: Any, targets: list[Tensor], sources: list[Tensor]) -> None:
+    def __init__(self, done: Any, *pairs: Pairs) -> None:
         self._done = done
-        self._alive = targets, sources
+        self._alive = pairs
 
     def wait(self, limit_s: float) -> bool:
         """See `Copying`. Polled, for the driver's own wait has no limit."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from stepfast.checkpoint.arena import Slot
 from stepfast.checkpoint.capture import COPY_ERRORS
 from stepfast.checkpoint.layout import Layout
-from stepfast.checkpoint.tensors.copier import Copier, Copying
+from stepfast.checkpoint.tensors.copier import Copier, Copying, Pairs, copy_few
 from stepfast.checkpoint.tensors.local import local_of
 from stepfast.checkpoint.tensors.naming import is_transparent
 
@@ -49,15 +49,17 @@ class Staging:
         self._devices = devices
         self._under_way: list[Copying] = []
 
-    def start(
-        self, slot: Slot, targets: list[Tensor], sources: list[Tensor], copiers: Copiers
-    ) -> None:
-        """Begin to copy `sources`, aliases of the tensors, into `targets`."""
+    def start(self, slot: Slot, now: Pairs, later: Pairs, copiers: Copiers) -> None:
+        """Begin to copy aliases of the tensors, `later`, and what may change at once, `now`."""
+        devices_now = [tensor.device.type for tensor in now[1]]
         try:
-            for device in sorted(set(self._devices)):
-                mine = [each == device for each in self._devices]
-                pairs = list(compress(targets, mine)), list(compress(sources, mine))
-                self._under_way.append(copiers[device].start(slot, *pairs))
+            for device in sorted({*devices_now, *self._devices}):
+                mine_now = _part_of(now, devices_now, device)
+                if device not in copiers:
+                    copy_few(*mine_now)
+                    continue
+                mine = _part_of(later, self._devices, device)
+                self._under_way.append(copiers[device].start(slot, mine_now, mine))
         except BaseException:
             self.cancel()
             self.wait(_CANCEL_LIMIT_S)
@@ -163,6 +165,11 @@ def _agree(target: Tensor, tensor: Tensor) -> bool:
     if tensor.dtype != target.dtype or tensor.shape != target.shape:
         return False
     return torch.equal(_bits(target).to(tensor.device), _bits(tensor))
+
+
+def _part_of(pairs: Pairs, devices: list[str], device: str) -> Pairs:
+    mine = [each == device for each in devices]
+    return list(compress(pairs[0], mine)), list(compress(pairs[1], mine))
 
 
 def _bits(tensor: Tensor) -> Tensor:

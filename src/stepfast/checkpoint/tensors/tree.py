@@ -185,21 +185,21 @@ class StateTree:
     def stage(self, slot: Slot, state: Collected, at_boundary: Set[str]) -> Staging:
         """Copy `state` as `copy_into` does, what optimizers hold beside the training.
 
-        The rest, and what `at_boundary` names, is in the slot when this returns.
+        The rest, and what `at_boundary` names, may change as soon as this returns.
         """
-        later = state.held
+        held = state.held
         if at_boundary:
-            pairs = zip(later, slot.layout.entries, strict=True)
-            later = ["" if entry.name in at_boundary else device for device, entry in pairs]
+            pairs = zip(held, slot.layout.entries, strict=True)
+            held = ["" if entry.name in at_boundary else device for device, entry in pairs]
         split = self._splits.get(slot)
-        if split is None or split.later != later:
-            split = self._splits[slot] = _Split.of(slot, later, self._targets(slot, state))
-        tensors = list(compress(state.tensors, later))
+        if split is None or split.later != held:
+            split = self._splits[slot] = _Split.of(slot, held, self._targets(slot, state))
+        tensors = list(compress(state.tensors, held))
         staging = Staging(split.names, tensors, split.devices)
-        torch._foreach_copy_(split.targets_now, list(compress(state.tensors, split.now)))
+        now = split.targets_now, list(compress(state.tensors, split.now))
         slot.write_plain(state.plain)
-        sources = self._aliases.of(staging, slot.layout)
-        staging.start(slot, split.targets_later, sources, self._copiers)
+        later = split.targets_later, self._aliases.of(staging, slot.layout)
+        staging.start(slot, now, later, self._copiers)
         return staging
 
     def held_and_different(self, slot: Slot, state: Collected) -> list[str]:
