@@ -251,12 +251,12 @@ def _parameters(owner: Any, name: str) -> list[dict[str, str]]:
 
 def _documented_parameters(function: Any, name: str) -> Iterator[dict[str, str]]:
     text = getattr(function, "__doc__", None) or ""
-    for match in re.finditer(rf"\b{re.escape(name)}\((.*?)\) ->", text):
-        yield _parameters_in(match[1])
+    signatures = re.findall(rf"\b{re.escape(name)}\((.*?)\) ->", text)
+    yield from map(_parameters_in, signatures)
     import torch
 
     operator = getattr(torch.ops.aten, name, None)
-    if not text and operator is not None:
+    if not signatures and operator is not None:
         yield {
             a.name: repr(a.default_value) if a.has_default_value() else _REQUIRED
             for a in operator.default._schema.arguments
