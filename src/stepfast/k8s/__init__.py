@@ -1,0 +1,1 @@
+"""Kubernetes: manifests from one file, and the lints that hold for ours and for anybody's."""
