@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import stepfast
+from stepfast.cli.k8s_validate import VALIDATE_EXAMPLES, add_validate_flags
 from stepfast.config import CHOICES, SETTINGS
 from stepfast.errors import ConfigError
 
@@ -66,6 +67,9 @@ _DOCTOR_EXAMPLES = """examples:
   stepfast doctor
   stepfast doctor --nproc-per-node 8 --state-bytes 12000000000 train.py
   stepfast doctor --checkpoints s3://bucket/run-7 --json
+"""
+_K8S_EXAMPLES = """examples:
+  stepfast k8s validate manifests/*.yaml
 """
 _CKPT_EXAMPLES = """URL: a store (a path, s3://bucket/prefix), a job directory, or one checkpoint.
 examples:
@@ -133,6 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_agent(commands)
     _add_ckpt(commands)
     _add_doctor(commands)
+    _add_k8s(commands)
     return parser
 
 
@@ -190,6 +195,15 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument("--state-bytes", type=int, default=0, metavar="BYTES", help=size)
     _add_settings(doctor, _DOCTOR)
     doctor.add_argument("script", nargs="?", metavar="SCRIPT", help="a training script")
+
+
+def _add_k8s(commands: argparse._SubParsersAction[_Parser]) -> None:
+    k8s = _command(commands, "k8s", "Write and check manifests for Kubernetes.", _K8S_EXAMPLES)
+    below = k8s.add_subparsers(
+        dest="k8s_command", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    text = "Check manifests: 25 properties, strict schemas, what API servers refuse."
+    add_validate_flags(_command(below, "validate", text, VALIDATE_EXAMPLES))
 
 
 def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from stepfast.k8s.validate.documents import Document, Problem, path_words, read_documents
+from stepfast.k8s.validate.documents import (
+    Document,
+    Key,
+    Path,
+    Problem,
+    path_words,
+    read_documents,
+)
 from stepfast.k8s.validate.findings import Finding, Report, Unchecked, ordered
 from stepfast.k8s.validate.lints.rules import RULES, SCHEMA
 from stepfast.k8s.validate.scene import Hit, Scene
@@ -54,16 +61,13 @@ def _listed(documents: Iterable[Document]) -> Iterator[Document]:
     for document in documents:
         items = document.root.at("items")
         if document.kind == "List" and isinstance(items.value, list):
-            for item in items.items:
-                below = len(item.path)
-                lines = {
-                    path[below:]: line
-                    for path, line in document.lines.items()
-                    if path[:below] == item.path
-                }
-                yield Document(
-                    file=document.file, index=document.index, value=item.value, lines=lines
-                )
+            lines: dict[Key, dict[Path, int]] = {}
+            for path, line in document.lines.items():
+                if len(path) >= 2 and path[0] == "items":
+                    lines.setdefault(path[1], {})[path[2:]] = line
+            for index, item in enumerate(items.value):
+                own = lines.get(index, {})
+                yield Document(file=document.file, index=document.index, value=item, lines=own)
         else:
             yield document
 

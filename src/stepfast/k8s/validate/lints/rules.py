@@ -1,4 +1,4 @@
-"""All rules, in the order of the checklist.
+"""All rules: 25 in the order of the checklist, then what API servers refuse beyond schemas.
 
 Owns: their names and promises. Does not own: what they look at.
 Invariant: a name never changes its meaning; users write it into their pipelines.
@@ -6,7 +6,9 @@ Invariant: a name never changes its meaning; users write it into their pipelines
 
 from __future__ import annotations
 
+from stepfast.k8s.validate.lints.admission import jobset_admission, trainer_admission
 from stepfast.k8s.validate.lints.content import images, storage
+from stepfast.k8s.validate.lints.job_admission import job_admission
 from stepfast.k8s.validate.lints.lifecycle import lifecycle, observability
 from stepfast.k8s.validate.lints.memory import memory_volumes, quality_of_service
 from stepfast.k8s.validate.lints.names import addressing, names, node_index
@@ -52,7 +54,11 @@ _CHECKS: tuple[tuple[str, Lint, str], ...] = (
     ("storage", storage, "what has to last is on a volume that lasts, one run apart from others"),
     ("observability", observability, "metrics, labels, and a pod that knows where it is"),
     ("lifecycle", lifecycle, "applied twice is the same, deleted leaves nothing"),
+    ("job-admission", job_admission, "batch/v1 and core/v1 accept the Job and its pods"),
+    ("jobset-admission", jobset_admission, "the JobSet's webhook accepts it"),
+    ("trainer-admission", trainer_admission, "Kubeflow Trainer's webhooks accept it"),
 )
+CHECKLIST = 25  # so many rules are the checklist's; the others are of admission
 RULES = tuple(
     Rule(number=number, name=name, promise=promise, check=check)
     for number, (name, check, promise) in enumerate(_CHECKS, start=1)
