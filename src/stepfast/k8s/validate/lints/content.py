@@ -66,7 +66,7 @@ def _fetches(container: Node) -> Iterator[Hit]:
         if not what and index == 0 and word.text.rpartition("/")[2] in _FETCHING_PROGRAMS:
             what = "something"
         if what:
-            reason = f"{what} is fetched at every start, on the way to a recovery"
+            reason = f"every start fetches {what}, on the way to a recovery"
             yield Hit(word, reason, "put it into the image, or on a volume, before")
 
 
