@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from stepfast.cli.main import main
-from stepfast.errors import ConfigError, OperatingError
+from stepfast.errors import ConfigError
 from stepfast.k8s.validate.documents import read_documents
 from stepfast.k8s.validate.findings import Finding, Report
 from stepfast.k8s.validate.lints.rules import CHECKLIST, RULES, SCHEMA
 from stepfast.k8s.validate.quantities import quantity
 from stepfast.k8s.validate.schemas import Schemas
-from stepfast.k8s.validate.server import dry_run
 from stepfast.k8s.validate.target import Target
 from stepfast.k8s.validate.validate import validate
 
@@ -259,28 +258,3 @@ def test_the_command_speaks_json(capsys: pytest.CaptureFixture[str]):
 )
 def test_the_command_refuses_what_cannot_work(arguments: list[str]):
     assert main(["k8s", "validate", *arguments]) == 78
-
-
-def program(directory: Path, text: str) -> str:
-    path = directory / "kubectl"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_the_server_is_asked_strictly_and_its_refusals_are_findings(tmp_path: Path):
-    told = tmp_path / "told"
-    refusing = program(tmp_path, f'echo "$@" > {told}; echo "strict decoding error" >&2; exit 1')
-    (finding,) = dry_run([SAMPLE], kubectl=refusing, context="here")
-    assert finding.rule == "server"
-    assert finding.reason == "strict decoding error"
-    words = told.read_text().split()
-    assert words[:4] == ["--context=here", "apply", "--dry-run=server", "--validate=strict"]
-
-
-def test_a_server_that_cannot_be_asked_is_no_finding(tmp_path: Path):
-    down = program(tmp_path, 'echo "dial tcp 10.0.0.1:443: connection refused" >&2; exit 1')
-    with pytest.raises(OperatingError, match="cannot be asked"):
-        dry_run([SAMPLE], kubectl=down)
-    with pytest.raises(OperatingError, match="on the PATH"):
-        dry_run([SAMPLE], kubectl=str(tmp_path / "absent"))
