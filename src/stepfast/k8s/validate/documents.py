@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,12 +281,3 @@ class _Builder:
             self.problems.append(_problem(f"{text[:40]} is no number of JSON", 0, path))
             return text
         return value if isinstance(value, bool | int | float) or value is None else text
-
-
-def walk(node: Node) -> Iterator[Node]:
-    """Every place below and including this one, each before what is in it."""
-    yield node
-    for item in node.items:
-        yield from walk(item)
-    for _, place in node.fields:
-        yield from walk(place)

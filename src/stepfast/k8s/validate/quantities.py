@@ -10,7 +10,8 @@ from fractions import Fraction
 from typing import Any
 
 _FORM = re.compile(
-    r"([+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30}))(?:([KMGTPE]i|[numkMGTPE]?)|[eE]([+-]?\d{1,2}))\Z"
+    r"([+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30}))"
+    r"(?:([KMGTPE]i|[numkMGTPE]?)|[eE]([+-]?\d{1,2}))\Z"
 )
 _SUFFIX = {
     "": Fraction(1),

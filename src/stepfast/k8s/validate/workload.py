@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from itertools import pairwise
 
 from stepfast.k8s.validate.documents import Document, Node
 from stepfast.k8s.validate.hardware import INSTANCE_TYPES, InstanceType
@@ -217,7 +218,7 @@ def _role(document: Document, job: Node, template: Node, replica: Node) -> Role:
     component = template.at("metadata", "labels", COMPONENT).text
     name = replica.at("name").text
     words = [w.text for c in template.at("spec", "containers").items for w in commands(c)]
-    runs = next((after for word, after in zip(words, words[1:], strict=False) if _is_us(word)), "")
+    runs = next((after for word, after in pairwise(words) if _is_us(word)), "")
     if component == "coordinator" or name.startswith("coord") or runs == "coordinator":
         return Role.COORDINATOR
     if component in ("agent", "worker") or _WORKER_NAMES.match(name) or runs == "agent":

@@ -194,7 +194,9 @@ def _static_volume(document: Document) -> Iterator[Hit]:
     if not spec.at("claimRef").exists:
         reason = "any claim of this size and class may take the volume"
         yield Hit(spec.at("claimRef"), reason, "name the claim that it is for")
-    if driver == MOUNTPOINT and "read-only" not in options and "ro" not in options:
-        if [m.text for m in spec.at("accessModes").items] != ["ReadOnlyMany"]:
-            reason = "Mountpoint for S3 has no rename, append or lock: data may be read, only"
-            yield Hit(spec.at("mountOptions"), reason, "mount it read-only; write by s3://")
+    is_read = bool({"read-only", "ro"} & set(options)) or [
+        mode.text for mode in spec.at("accessModes").items
+    ] == ["ReadOnlyMany"]
+    if driver == MOUNTPOINT and not is_read:
+        reason = "Mountpoint for S3 has no rename, append or lock: data may be read, only"
+        yield Hit(spec.at("mountOptions"), reason, "mount it read-only; write by s3://")

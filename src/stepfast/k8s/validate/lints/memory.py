@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 
 from stepfast.k8s.validate.documents import Node
 from stepfast.k8s.validate.quantities import gib, plain, quantity
@@ -116,7 +117,7 @@ def memory_dir(workload: Workload) -> Node | None:
     """Where the agent is told to keep its snapshots."""
     for container in workload.containers:
         words = commands(container)
-        for flag, value in zip(words, words[1:], strict=False):
+        for flag, value in pairwise(words):
             if flag.text == "--memory-dir":
                 return value
         value_of = environment_value(container, "STEPFAST_MEMORY_DIR")

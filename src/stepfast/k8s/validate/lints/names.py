@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 from stepfast.k8s.validate.documents import Document, Node
 from stepfast.k8s.validate.scene import Hit, Scene, pod_labels
@@ -156,10 +157,11 @@ def addressing(scene: Scene) -> Iterator[Hit]:
     for workload in scene.workers:
         if workload.operator == "" and workload.document.kind == "Job":
             yield from _own_service(scene, workload)
-        elif workload.operator == "jobset" and workload.spec.at("subdomain").exists:
-            if workload.spec.at("subdomain").text != subdomain_of(workload):
+        elif workload.operator == "jobset":
+            place = workload.spec.at("subdomain")
+            if place.exists and place.text != subdomain_of(workload):
                 reason = "the pods' subdomain is not the JobSet's"
-                yield Hit(workload.spec.at("subdomain"), reason, "leave it to the JobSet")
+                yield Hit(place, reason, "leave it to the JobSet")
     for workload in scene.training:
         yield from _literal_addresses(workload)
     for workload in scene.workers:
@@ -215,7 +217,7 @@ def _called_coordinator(scene: Scene, workload: Workload) -> Iterator[Hit]:
     }
     for container in workload.containers:
         words = commands(container)
-        for flag, value in zip(words, words[1:], strict=False):
+        for flag, value in pairwise(words):
             if flag.text != "--coordinator":
                 continue
             host = value.text.rpartition(":")[0]

@@ -102,9 +102,10 @@ def _one_per_host(workload: Workload) -> Iterator[Hit]:
         if term.at("topologyKey").text == HOSTNAME and same:
             return
     for spread in workload.spec.at("topologySpreadConstraints").items:
-        if spread.at("topologyKey").text == HOSTNAME and spread.at("maxSkew").number == 1:
-            if spread.at("whenUnsatisfiable").text == "DoNotSchedule":
-                return
+        is_required = spread.at("whenUnsatisfiable").text == "DoNotSchedule"
+        by_host = spread.at("topologyKey").text == HOSTNAME
+        if is_required and by_host and spread.at("maxSkew").number == 1:
+            return
     reason = "two pods may share a node: one fault takes two members, and both their memories"
     fix = "require podAntiAffinity by kubernetes.io/hostname, or ask for all of the node's GPUs"
     yield Hit(workload.spec.at("affinity"), reason, fix)

@@ -78,10 +78,10 @@ def _comes_back(scene: Scene, workload: Workload) -> Iterator[Hit]:
         reason = f"a coordinator lost {limit.number + 1} times ends the run"
         yield Hit(limit, reason, "set 1000: it keeps its state in a journal")
     whole = workload.job.at("backoffLimit")
-    if not limit.exists and scene.target.restarts_in_place(workload.operator):
-        if whole.number is not None and whole.number < 10:
-            reason = f"a coordinator lost {whole.number + 1} times ends the run"
-            yield Hit(whole, reason, "set backoffLimitPerIndex: 1000")
+    counts_all = not limit.exists and scene.target.restarts_in_place(workload.operator)
+    if counts_all and whole.number is not None and whole.number < 10:
+        reason = f"a coordinator lost {whole.number + 1} times ends the run"
+        yield Hit(whole, reason, "set backoffLimitPerIndex: 1000")
 
 
 def _success(document: Document, parts: list[Workload]) -> Iterator[Hit]:

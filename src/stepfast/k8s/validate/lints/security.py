@@ -23,8 +23,10 @@ _VOLUMES = {
     "projected",
     "secret",
 }
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)\b", re.I)
-_SECRET_PATH = re.compile(r"(FILE|PATH|DIR|URL|NAME)\Z", re.I)
+_SECRET_NAME = re.compile(
+    r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)\b", re.IGNORECASE
+)
+_SECRET_PATH = re.compile(r"(FILE|PATH|DIR|URL|NAME)\Z", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
     r"(AKIA|ASIA)[A-Z0-9]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
     r"|\bsk-[A-Za-z0-9_-]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"

@@ -6,7 +6,6 @@ Owns: rules `shape`, `devices` and `hugepages`. Does not own: memory and CPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 from stepfast.k8s.validate.documents import Node
 from stepfast.k8s.validate.hardware import CLAIMED_TYPES, INSTANCE_TYPES
@@ -38,10 +37,9 @@ def shape(scene: Scene) -> Iterator[Hit]:
 
 def _counts(workload: Workload) -> Iterator[Hit]:
     mode = workload.job.at("completionMode")
-    if mode.text != "Indexed":
-        if mode.exists or workload.operator == "":
-            reason = "pods without an index have no stable name and no rank"
-            yield Hit(mode, reason, "set completionMode: Indexed")
+    if mode.text != "Indexed" and (mode.exists or workload.operator == ""):
+        reason = "pods without an index have no stable name and no rank"
+        yield Hit(mode, reason, "set completionMode: Indexed")
     completions, parallelism = workload.job.at("completions"), workload.job.at("parallelism")
     if completions.number is None:
         yield Hit(completions, "the number of nodes is not said", "set completions to it")
@@ -149,6 +147,5 @@ def _hugepages_of(container: Node, workload: Workload) -> Iterator[Hit]:
         who = "the coordinator has no EFA" if workload.is_coordinator else "EFA uses none here"
         place = request if request.exists else limit
         yield Hit(place, f"huge pages are asked for, but {who}", "remove hugepages-2Mi")
-    if (request.exists or limit.exists) and quantity(request.value) != quantity(limit.value):
-        if request.exists or quantity(limit.value) == Fraction(0):
-            yield Hit(request, "huge pages cannot be overcommitted", "set request = limit")
+    if request.exists and quantity(request.value) != quantity(limit.value):
+        yield Hit(request, "huge pages cannot be overcommitted", "set request = limit")
