@@ -14,7 +14,7 @@ from pathlib import Path
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, ConfigError
 
 VALIDATE_EXAMPLES = """examples:
-  stepfast k8s render job.toml | stepfast k8s validate -
+  stepfast k8s validate job.yaml
   stepfast k8s validate --kubernetes 1.33 --jobset 0.9 manifests/*.yaml
   stepfast k8s validate --json --allow images manifests/
   stepfast k8s validate --crd crds.yaml --server manifests/job.yaml
