@@ -205,7 +205,7 @@ def test_what_another_generation_cannot_go_on_with_is_named(monkeypatch: pytest.
     assert device.obstacle() is None
     cuda.CUDAGraph = Graph  # type: ignore[attr-defined]  # as torch.cuda has it
     graph: Any = Graph()
-    assert str(device.obstacle()).startswith("1 CUDA graphs hold communicators")
+    assert str(device.obstacle()).startswith("1 CUDA graph with communicators")
     del graph
     symmetric: Any = ModuleType("symmetric")
     symmetric._group_name_to_store = {}

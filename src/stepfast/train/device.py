@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 
+from stepfast.core.quantities import counted
 from stepfast.errors import ConfigError
 from stepfast.runtime.ports import Accelerator, Mark
 
@@ -161,7 +162,8 @@ class CudaDevice:
         """
         graphs = self._graph_count()
         if graphs:
-            return f"{graphs} CUDA graphs hold communicators and addresses of the generation before"
+            held = counted(graphs, "CUDA graph")
+            return f"{held} with communicators and addresses of the generation before"
         symmetric = sys.modules.get(_SYMMETRIC_MEMORY)
         if symmetric is not None and getattr(symmetric, "_group_name_to_store", None):
             return "symmetric memory is bound to the processes of the generation before"
