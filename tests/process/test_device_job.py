@@ -44,7 +44,7 @@ def test_a_rank_that_holds_a_graph_gets_a_fresh_process_and_is_not_the_cause(
     assert replaced(summary) == [0]
     assert_survivors_kept(summary)
     (told,) = [f for f in job.of_type(FaultSeen) if f.kind == "unusable"]
-    assert told.collateral and "rank 0: 1 CUDA graphs hold communicators" in told.reason
+    assert told.collateral and "rank 0: 1 CUDA graph with communicators" in told.reason
     assert summary["final_digest"] == digest
 
 
