@@ -25,7 +25,7 @@ from stepfast.train.link import AgentLink
 from stepfast.train.monitor import Monitor
 from stepfast.train.pins import Pins
 from stepfast.train.rank_host import RankHost
-from stepfast.train.whereabout import Whereabout
+from stepfast.train.whereabouts import Whereabout
 from unit.core.rigs import settings
 
 G1 = Generation(1)
