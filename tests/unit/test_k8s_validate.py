@@ -187,7 +187,7 @@ def test_a_list_is_its_items(schemas: Schemas):
         (b"\xff\xfe", "no UTF-8"),
         (b"a: [1", "no YAML"),
         (b"a: &a [*a]", "alias inside itself"),
-        (b"[" * 5000 + b"]" * 5000, "nested deeper"),
+        (b"[" * 5000 + b"]" * 5000, "nested deeper|nesting depth"),
         (b"a: !!int x", "cannot be read"),
         (b"a: .nan", "no number of JSON"),
         (b"? [a]\n: b", "a key that is no text"),

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import celpy
+from celpy.adapter import json_to_cel
 from celpy.celparser import CELParseError
 from celpy.evaluation import CELEvalError, CELUnsupportedError
 
@@ -92,6 +93,6 @@ def _evaluate(rule: str, value: Any) -> bool | None:
     if program is None:
         return None
     try:
-        return bool(program.evaluate({"self": celpy.json_to_cel(value)}))
+        return bool(program.evaluate({"self": json_to_cel(value)}))
     except _FAILURES:
         return None

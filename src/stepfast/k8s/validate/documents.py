@@ -181,9 +181,7 @@ def read_documents(file: str, content: bytes) -> tuple[list[Document], list[Prob
                 value = builder.value(loader.get_node(), ())
                 if value is not None:
                     documents.append(
-                        Document(
-                            file=file, index=len(documents), value=value, lines=builder.lines
-                        )
+                        Document(file=file, index=len(documents), value=value, lines=builder.lines)
                     )
         finally:
             loader.dispose()

@@ -124,5 +124,3 @@ def _unknown_fields(place: Node, error: Any) -> Iterator[Hit]:
         near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
         fix = f"did you mean {near[0]}?" if near else "remove it, or raise the version"
         yield Hit(place.at(name), f"there is no field {name} here in this version", fix)
-
-

@@ -151,9 +151,10 @@ def _mounts(scene: Scene, workload: Workload, container: Node) -> Iterator[Hit]:
         claim_name = claim.at("persistentVolumeClaim", "claimName").text
         if not claim_name:
             continue
-        is_read = mount.at("readOnly").value is True or claim.at(
-            "persistentVolumeClaim", "readOnly"
-        ).value is True
+        is_read = (
+            mount.at("readOnly").value is True
+            or claim.at("persistentVolumeClaim", "readOnly").value is True
+        )
         told = mount.at("subPath").text or mount.at("subPathExpr").text
         if not is_read and not told:
             reason = "runs that share the claim write into the same directory"

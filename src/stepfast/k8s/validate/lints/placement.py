@@ -167,8 +167,7 @@ def _budget_fields(scene: Scene, budget: Document) -> Iterator[Hit]:
     chosen = [
         w
         for w in scene.training
-        if w.document.namespace == budget.namespace
-        and selects(spec.at("selector"), pod_labels(w))
+        if w.document.namespace == budget.namespace and selects(spec.at("selector"), pod_labels(w))
     ]
     if not chosen:
         return

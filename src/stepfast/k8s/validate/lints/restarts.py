@@ -216,10 +216,8 @@ def _backoff(scene: Scene, workload: Workload) -> Iterator[Hit]:
 
 
 def _failure_policy(scene: Scene, document: Document) -> Iterator[Hit]:
-    below = ("spec", "failurePolicy")
-    if document.kind in RUNTIMES:
-        below = ("spec", "template", "spec", "failurePolicy")
-    policy = document.root.at(*below)
+    above = ("spec", "template", "spec") if document.kind in RUNTIMES else ("spec",)
+    policy = document.root.at(*above, "failurePolicy")
     if not policy.exists:
         reason = "without a failurePolicy the first Job that fails ends the JobSet"
         yield Hit(policy, reason, "add one, maxRestarts 1 or more, and a rule for exit code 78")

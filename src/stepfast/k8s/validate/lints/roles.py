@@ -85,10 +85,8 @@ def _comes_back(scene: Scene, workload: Workload) -> Iterator[Hit]:
 
 
 def _success(document: Document, parts: list[Workload]) -> Iterator[Hit]:
-    below = ("spec", "successPolicy")
-    if document.kind in RUNTIMES:
-        below = ("spec", "template", "spec", "successPolicy")
-    policy = document.root.at(*below)
+    above = ("spec", "template", "spec") if document.kind in RUNTIMES else ("spec",)
+    policy = document.root.at(*above, "successPolicy")
     workers = sorted({w.replica_name for w in parts if w.is_worker})
     fix = f"set operator: All, targetReplicatedJobs: [{', '.join(workers)}]"
     targets = {item.text for item in policy.at("targetReplicatedJobs").items}
