@@ -258,3 +258,9 @@ def test_the_command_speaks_json(capsys: pytest.CaptureFixture[str]):
 )
 def test_the_command_refuses_what_cannot_work(arguments: list[str]):
     assert main(["k8s", "validate", *arguments]) == 78
+
+
+def test_the_page_lists_the_rules_as_they_are():
+    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [f"| `{rule.name}` | {rule.promise} |" for rule in RULES]

@@ -204,9 +204,8 @@ def _problem(reason: str, line: int = 0, path: Path = ()) -> Problem:
 
 def _check_depth(text: str) -> None:
     """Before anything recurses: composing a node goes as deep as the text does."""
-    depth = count = 0
-    for event in yaml.parse(text, Loader=_Loader):
-        count += 1
+    depth = 0
+    for count, event in enumerate(yaml.parse(text, Loader=_Loader), start=1):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
         elif isinstance(event, yaml.CollectionEndEvent):
