@@ -86,19 +86,29 @@ def _by_rules(workload: Workload) -> Iterator[Hit]:
 
 
 def _by_policy(workload: Workload) -> Iterator[Hit]:
-    policy = workload.spec.at("restartPolicy")
-    if policy.text != "OnFailure":
-        reason = "this cluster or operator has no restart rules: only OnFailure keeps the pod"
-        yield Hit(policy, reason, "set restartPolicy: OnFailure")
-    for container in workload.all_containers:
-        rules = container.at("restartPolicyRules")
-        if rules.exists:
-            reason = "this cluster or operator drops the field, or refuses it"
-            yield Hit(rules, reason, "remove it, or name the versions that carry it")
+    yield from _on_failure(
+        workload.spec, "this cluster or operator has no restart rules: only OnFailure keeps the pod"
+    )
+    reason = "this cluster or operator drops the field, or refuses it"
+    fix = "remove it, or name the versions that carry it"
+    yield from _without_rules(workload.all_containers, reason, fix)
     failure_policy = workload.job.at("podFailurePolicy")
     if failure_policy.exists:
         yield Hit(failure_policy, "it needs restartPolicy Never", "remove it with OnFailure")
     yield from _large(workload.job.at("backoffLimit"))
+
+
+def _on_failure(owner: Node, reason: str) -> Iterator[Hit]:
+    policy = owner.at("restartPolicy")
+    if policy.text != "OnFailure":
+        yield Hit(policy, reason, "set restartPolicy: OnFailure")
+
+
+def _without_rules(containers: list[Node], reason: str, fix: str) -> Iterator[Hit]:
+    for container in containers:
+        rules = container.at("restartPolicyRules")
+        if rules.exists:
+            yield Hit(rules, reason, fix)
 
 
 def _large(limit: Node) -> Iterator[Hit]:
@@ -108,14 +118,10 @@ def _large(limit: Node) -> Iterator[Hit]:
 
 
 def _legacy(workload: Workload) -> Iterator[Hit]:
-    policy = workload.replica.at("restartPolicy")
-    if policy.text != "OnFailure":
-        reason = "only OnFailure starts the container again in the pod that has the snapshots"
-        yield Hit(policy, reason, "set restartPolicy: OnFailure")
-    for container in workload.containers:
-        rules = container.at("restartPolicyRules")
-        if rules.exists:
-            yield Hit(rules, "PyTorchJob's CRD drops the field silently", "remove it")
+    reason = "only OnFailure starts the container again in the pod that has the snapshots"
+    yield from _on_failure(workload.replica, reason)
+    dropped = "PyTorchJob's CRD drops the field silently"
+    yield from _without_rules(workload.containers, dropped, "remove it")
     yield from _large(workload.document.root.at("spec", "runPolicy", "backoffLimit"))
 
 
