@@ -169,17 +169,15 @@ class Arena:
     def free_slot(self, protected: frozenset[SnapshotId] = frozenset()) -> Slot | None:
         """A slot of the claimed layout to overwrite, oldest first; None where all are needed."""
         assert self._layout is not None, "claim a layout first"
-        newest = self.newest()
-        free: list[tuple[tuple[int, int], int]] = []
-        for index, slot in enumerate(self._slots):
-            snapshot = slot.snapshot if slot is not None else None
-            if snapshot is None:
-                free.append(((-1, -1), index))
-            elif slot is not newest and snapshot not in protected:
-                free.append(((snapshot.generation, snapshot.step), index))
-        if not free:
-            return None
-        index = min(free)[1]
+        held = [None if slot is None else slot.snapshot for slot in self._slots]
+        if None in held:
+            index = held.index(None)
+        else:
+            sealed = sorted((snapshot, index) for index, snapshot in enumerate(held) if snapshot)
+            free = [index for snapshot, index in sealed[:-1] if snapshot not in protected]
+            if not free:
+                return None
+            index = free[0]
         chosen = self._slots[index]
         if chosen is None or not chosen.layout.serves(self._layout):
             # Forgotten before it is touched: an interrupt in between must leave no stale mapping.

@@ -42,6 +42,7 @@ from stepfast.core.terms import SnapshotId, Step
 from stepfast.errors import OperatingError
 
 if TYPE_CHECKING:
+    from stepfast.checkpoint.layout import Layout
     from stepfast.checkpoint.tensors.staging import Staging
     from stepfast.checkpoint.tensors.tree import Collected, StateTree
 
@@ -177,8 +178,9 @@ class Capture:
         Returns what was taken where that is sealed at once. Call `fence` before anything that an
         optimizer holds may change. Raises as `take` does.
         """
-        slot, state, captured, began = self._begin(snapshot)
-        if self._is_whole_due():
+        is_whole = self._is_whole_due()
+        slot, state, captured, began = self._begin(snapshot, trusting=not is_whole)
+        if is_whole:
             self._tree.copy_into(slot, state)
             self._refuse_unsound()
             self._whole = _Whole(slot, state)
@@ -201,8 +203,7 @@ class Capture:
         slot, staging, captured = self._under_way
         self._wait(COPY_LIMIT_S)
         self._refuse_unsound()
-        if changed := staging.changed():
-            self._make_void(captured.snapshot, changed)
+        if self._is_void(captured.snapshot, staging):
             return None
         fence_s = time.perf_counter() - began
         captured = msgspec.structs.replace(captured, own_s=staging.own_s)
@@ -233,23 +234,25 @@ class Capture:
             self._wait(FINISH_LIMIT_S)
         except COPY_ERRORS as error:
             raise OperatingError(f"copying a snapshot failed: {error}") from error
-        if not sound or self._seal_obstacle() is not None or staging.changed():
+        if not sound or self._seal_obstacle() is not None:
+            return None
+        if staging.changed() or staging.broken():
             return None
         captured = msgspec.structs.replace(captured, own_s=staging.own_s)
         return self._seal(slot, captured, captured.blocked_s)
 
     # --- the steps -------------------------------------------------------------------------------
 
-    def _begin(self, snapshot: SnapshotId) -> tuple[Slot, Collected, Captured, float]:
+    def _begin(
+        self, snapshot: SnapshotId, *, trusting: bool = False
+    ) -> tuple[Slot, Collected, Captured, float]:
         """The state, a slot that may be written to, and when it began."""
         began = time.perf_counter()
         assert self._under_way is None, "the fence of the last snapshot comes first"
         self._whole = None
         laid_before = self._arena.laid_count
-        state = self._tree.collect()
-        self._note_removed()
-        self._arena.claim(state.layout)
-        slot, waited_s = self._wait_for_slot()
+        state = self._tree.collect(trusting=trusting)
+        slot, waited_s = self._slot_of(state.layout)
         slot.unseal()
         captured = Captured(
             snapshot=snapshot,
@@ -261,6 +264,17 @@ class Capture:
             waited_s=waited_s,
         )
         return slot, state, captured, began
+
+    def _slot_of(self, layout: Layout) -> tuple[Slot, float]:
+        """A slot that may be written to and will be found, and how long it was waited for."""
+        self._arena.claim(layout)
+        slot, waited_s = self._wait_for_slot()
+        if slot.is_removed:  # the others are looked at when it is their turn
+            self._note_removed()
+            self._arena.claim(layout)
+            slot, more_s = self._wait_for_slot()
+            waited_s += more_s
+        return slot, waited_s
 
     def _note_removed(self) -> None:
         """Slots that nobody will find any more hold nothing; at a few microseconds a slot."""
@@ -316,15 +330,26 @@ class Capture:
         count = self._staged_count
         return self._was_void or count & (count - 1) == 0 or count % WHOLE_EVERY == 0
 
-    def _make_void(self, snapshot: SnapshotId, changed: list[str]) -> None:
-        self._was_void = True
-        self._at_boundary.update(changed)
-        self._note(
-            "snapshot void",
-            f"step {snapshot.step}: {_words(changed)} changed before the optimizer's step; from"
-            " now on copied before the turn begins. Changed behind the optimizer's step instead, in"
-            " the same turn, it costs less",
-        )
+    def _is_void(self, snapshot: SnapshotId, staging: Staging) -> bool:
+        """Whether something speaks against what was copied; it is then done in another way."""
+        changed, broken = staging.changed(), staging.broken()
+        if changed:
+            self._at_boundary.update(changed)
+            self._note(
+                "snapshot void",
+                f"step {snapshot.step}: {_words(changed)} changed before the optimizer's step; from"
+                " now on copied before the turn begins. Changed behind the optimizer's step"
+                " instead, in the same turn, it costs less",
+            )
+        if broken:
+            self._tree.doubt(broken)
+            self._note(
+                "snapshot void",
+                f"step {snapshot.step}: {_words(broken)} holds other tensors than at the step"
+                " before; from now on it is looked through before each turn begins",
+            )
+        self._was_void = bool(changed or broken)
+        return self._was_void
 
     def _compare_whole(self) -> None:
         whole, self._whole = self._whole, None

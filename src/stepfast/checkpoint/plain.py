@@ -23,6 +23,8 @@ import msgspec
 from stepfast.errors import ScriptError
 
 DEPTH_MAX = 100
+_STRINGS = frozenset({str})
+_AS_THEY_ARE = frozenset({float, bool, bytes, type(None)})
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -91,12 +93,21 @@ def replace_refs(value: Any, resolve: Callable[[Ref], object]) -> Any:
 
 def process_rng() -> dict[str, object]:
     """The RNG states of Python and, where it is loaded, of NumPy."""
-    version, words, gauss = random.getstate()
-    # As bytes: 625 integers packed one by one would be the dearest part of a small snapshot.
-    states: dict[str, object] = {"python": (version, struct.pack(f"<{len(words)}I", *words), gauss)}
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        states["numpy"] = numpy.random.get_state(legacy=False)
+    of_numpy = None if numpy is None else numpy.random.get_state(legacy=False)
+    return rng_values(random.getstate(), of_numpy)
+
+
+def rng_values(of_python: Any, of_numpy: dict[str, Any] | None) -> dict[str, object]:
+    """States of generators of the kinds of Python's and NumPy's, for `set_process_rng`.
+
+    Their words are bytes: to pack them as what they are would be the dearest part of a small
+    snapshot.
+    """
+    version, words, gauss = of_python
+    states: dict[str, object] = {"python": [version, struct.pack(f"<{len(words)}I", *words), gauss]}
+    if of_numpy is not None:
+        states["numpy"] = _with_key(of_numpy, lambda key: key.tobytes())
     return states
 
 
@@ -107,13 +118,24 @@ def set_process_rng(states: dict[str, Any]) -> None:
     if "numpy" in states:
         import numpy
 
-        numpy.random.set_state(states["numpy"])
+        as_words = functools.partial(numpy.frombuffer, dtype=numpy.uint32)
+        numpy.random.set_state(_with_key(states["numpy"], as_words))
+
+
+def _with_key(state: dict[str, Any], change: Callable[[Any], object]) -> dict[str, Any]:
+    """NumPy's state with its words as `change` makes them; not all of its generators have any."""
+    inner = state["state"]
+    return (
+        state if "key" not in inner else {**state, "state": {**inner, "key": change(inner["key"])}}
+    )
 
 
 def _pack(value: Any, path: str, depth: int, leaf: Leaf) -> object:
     kind = type(value)
-    if kind is str or kind is float or kind is bool or kind is bytes or value is None:
-        return _checked_text(value, path) if kind is str else value
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is str:
+        return _checked_text(value, path)
     if kind is int:
         return value if value in _INT64 else _ext(_INT, _int_bytes(value))
     if depth >= DEPTH_MAX:
@@ -122,9 +144,12 @@ def _pack(value: Any, path: str, depth: int, leaf: Leaf) -> object:
         )
     if kind is list:
         return [_pack(item, f"{path}.{i}", depth + 1, leaf) for i, item in enumerate(value)]
-    if kind is dict and all(type(key) is str for key in value):
+    if kind is dict and _STRINGS.issuperset(map(type, value)):
+        # Scalars at once: most of what is in a state is one, and this runs at every snapshot.
         return {
-            _checked_text(k, path): _pack(v, _join(path, k), depth + 1, leaf)
+            (k if k.isascii() else _checked_text(k, path)): (
+                v if type(v) in _AS_THEY_ARE else _pack(v, _join(path, k), depth + 1, leaf)
+            )
             for k, v in value.items()
         }
     if kind is msgspec.Raw:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import _thread
 import ctypes
-import threading
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, finalize
 
@@ -63,14 +64,23 @@ class Copying(Protocol):
 
 
 Pairs = tuple[list[Tensor], list[Tensor]]  # targets, views of a slot; sources
+AtEnd = Callable[[], object]
+
+
+def _nothing() -> None:
+    pass
 
 
 class Copier(Protocol):
     """Starts copies of tensors of one kind of device into slots."""
 
-    def start(self, slot: Slot, now: Pairs, later: Pairs) -> Copying:
+    calls_at_end: bool
+
+    def start(self, slot: Slot, now: Pairs, later: Pairs, at_end: AtEnd = _nothing) -> Copying:
         """Copy as they are what may change as soon as this returns, `now`, and what nobody else
         changes, resizes or frees before the copy has ended, `later`.
+
+        A copy that `calls_at_end` does so beside the training, when it is whole, before it ends.
         """
 
 
@@ -78,16 +88,44 @@ class Copier(Protocol):
 
 
 class ThreadCopier:
-    """Copies of CPU tensors, each by a thread of its own that ends with it.
+    """Copies of CPU tensors, one after the other by one thread that waits for the next one.
 
     One thread copies 5 GB/s and more, so a pool would win little and take cores from the training:
     large contiguous tensors go by memmove, which knows no pool.
     """
 
-    def start(self, slot: Slot, now: Pairs, later: Pairs) -> Copying:
+    calls_at_end = True
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[ThreadCopying | None] = SimpleQueue()  # one, until its `wait` ends
+        self._pid = 0
+
+    def start(self, slot: Slot, now: Pairs, later: Pairs, at_end: AtEnd = _nothing) -> Copying:
         """See `Copier`. Raises OperatingError where no thread can be had."""
         copy_few(*now)
-        return ThreadCopying(*later) if later[0] else Copied()
+        if not later[0]:
+            return Copied()
+        if self._pid != os.getpid():  # the first time, or forked, without the thread
+            self._start_thread()
+        copying = ThreadCopying(*later, at_end)
+        self._jobs.put(copying)
+        return copying
+
+    def _start_thread(self) -> None:
+        jobs: SimpleQueue[ThreadCopying | None] = SimpleQueue()
+        try:
+            # Not threading.Thread: the process would wait for its end.
+            _thread.start_new_thread(_work, (jobs,))
+        except RuntimeError as error:
+            raise OperatingError(f"no thread to copy a snapshot with: {error}") from error
+        self._jobs, self._pid = jobs, os.getpid()
+        finalize(self, jobs.put, None).atexit = False
+
+
+def _work(jobs: SimpleQueue[ThreadCopying | None]) -> None:
+    while (copying := jobs.get()) is not None:
+        copying.run()
+        copying = None  # or its tensors would live until the next one
 
 
 class Copied:
@@ -109,22 +147,22 @@ class ThreadCopying:
 
     stands_after_abort = True  # a boundary is reached behind every collective of its step
 
-    def __init__(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+    def __init__(
+        self, targets: list[Tensor], sources: list[Tensor], at_end: AtEnd = _nothing
+    ) -> None:
         self.own_s = 0.0
-        self._targets, self._sources = targets, sources
+        self._targets, self._sources, self._at_end = targets, sources, at_end
         self._cancelled = False
         self._error: Exception | None = None
-        self._ended = threading.Event()
-        try:
-            # Not threading.Thread: its start waits for the thread's first lines, its end is joined.
-            _thread.start_new_thread(self._run, ())
-        except RuntimeError as error:
-            raise OperatingError(f"no thread to copy a snapshot with: {error}") from error
+        # Held until it has ended; a tenth of what an Event costs.
+        self._running = _thread.allocate_lock()
+        self._running.acquire()
 
     def wait(self, limit_s: float) -> bool:
         """See `Copying`."""
-        if not self._ended.wait(limit_s):
+        if not self._running.acquire(timeout=limit_s):
             return False
+        self._running.release()  # for whoever asks next
         if self._error is not None:
             raise self._error
         return True
@@ -133,18 +171,23 @@ class ThreadCopying:
         """See `Copying`."""
         self._cancelled = True
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Copy; it has ended when this returns, whatever happened."""
+        began_s = time.thread_time()
         try:
             for piece in pieces(self._targets, self._sources):
                 if self._cancelled:
                     break
                 piece()
+            else:
+                self._at_end()
         except COPY_ERRORS as error:
             self._error = error
         finally:
-            self._targets, self._sources = [], []  # the thread outlives its last line
-            self.own_s = time.thread_time()
-            self._ended.set()
+            # The thread outlives its last line.
+            self._targets, self._sources, self._at_end = [], [], _nothing
+            self.own_s = time.thread_time() - began_s
+            self._running.release()
 
 
 def pieces(
@@ -230,13 +273,15 @@ class StreamCopier:
     used; without that each copy would hold the host. Nothing waits for the whole device.
     """
 
+    calls_at_end = False  # the host hears of the end at the fence
+
     def __init__(self, cuda: Any = torch.cuda) -> None:
         """`cuda`: the module `torch.cuda`, or a double of it."""
         self._cuda = cuda
         self._stream: Any = None
         self._pinned: WeakKeyDictionary[Slot, finalize[..., Any]] = WeakKeyDictionary()
 
-    def start(self, slot: Slot, now: Pairs, later: Pairs) -> StreamCopying:
+    def start(self, slot: Slot, now: Pairs, later: Pairs, at_end: AtEnd = _nothing) -> StreamCopying:
         """See `Copier`. Raises OperatingError where the slot's memory cannot be pinned, and
         RuntimeError where the device is broken.
 

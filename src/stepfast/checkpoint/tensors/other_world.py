@@ -130,9 +130,8 @@ def _reseeded(state: bytes, seed: int) -> bytes:
 
 def _process_rng(seed: int) -> dict[str, object]:
     """As `plain.process_rng`, of generators that were just seeded."""
-    version, words, gauss = random.Random(seed).getstate()
-    states: dict[str, object] = {"python": (version, struct.pack(f"<{len(words)}I", *words), gauss)}
     numpy = sys.modules.get("numpy")
+    of_numpy = None
     if numpy is not None:
-        states["numpy"] = numpy.random.RandomState(seed % 2**32).get_state(legacy=False)
-    return states
+        of_numpy = numpy.random.RandomState(seed % 2**32).get_state(legacy=False)
+    return plain.rng_values(random.Random(seed).getstate(), of_numpy)

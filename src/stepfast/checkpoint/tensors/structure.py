@@ -18,7 +18,9 @@ from torch import nn
 
 from stepfast.checkpoint.tensors.fixed import are
 from stepfast.checkpoint.tensors.local import loaded_type
+from stepfast.checkpoint.tensors.trust import Trust
 
+MODULES = "the build of the modules"  # what is believed of them, for `trust`
 _HELD: Callable[[Any], Any] = attrgetter("_parameters", "_buffers", "_modules")
 _VALUES = methodcaller("values")
 
@@ -35,28 +37,40 @@ class Structure:
         self.has_flat_parameters = any(isinstance(m, flat) for m in self._modules)
         self._reshard()
         self._dicts = self._read_dicts()
-        self._sizes = list(map(len, self._dicts))
-        self._keys = list(chain.from_iterable(self._dicts))
-        self._values = list(chain.from_iterable(map(_VALUES, self._dicts)))
+        self._filled = list(filter(None, self._dicts))
+        self._empty = [found for found in self._dicts if not found]
+        self._sizes = list(map(len, self._filled))
+        self._keys = list(chain.from_iterable(self._filled))
+        self._values = list(chain.from_iterable(map(_VALUES, self._filled)))
         self._types = list(map(type, self._modules))
 
-    def is_same(self) -> bool:
-        """Whether nothing has changed. Brings FSDP2 modules into sharded form, as naming does."""
+    def is_same(self, trust: Trust | None = None) -> bool:
+        """Whether nothing has changed. Brings FSDP2 modules into sharded form, as naming does.
+
+        `trust` may believe that the modules have their classes and dicts yet, and what is empty is
+        empty.
+        """
         if self.has_flat_parameters:
             return False
-        if self._is_read_as_before():
-            return True  # sharded too: unsharded parameters are other tensors
-        self._reshard()
-        return self._is_read_as_before()
+        if not self._holds_the_same():  # sharded too: unsharded parameters are other tensors
+            self._reshard()
+            if not self._holds_the_same():
+                return False
+        return trust.holds(MODULES, self._is_built_the_same) if trust else self._is_built_the_same()
 
-    def _is_read_as_before(self) -> bool:
-        dicts = self._read_dicts()
+    def _holds_the_same(self) -> bool:
         return (
-            are(dicts, self._dicts)
+            list(map(len, self._filled)) == self._sizes
+            and are(chain.from_iterable(self._filled), self._keys)
+            and are(chain.from_iterable(map(_VALUES, self._filled)), self._values)
+        )
+
+    def _is_built_the_same(self) -> bool:
+        # By the modules' own attributes, which takes longer than all the rest.
+        return (
+            not any(self._empty)
+            and are(self._read_dicts(), self._dicts)
             and are(map(type, self._modules), self._types)
-            and list(map(len, dicts)) == self._sizes
-            and are(chain.from_iterable(dicts), self._keys)
-            and are(chain.from_iterable(map(_VALUES, dicts)), self._values)
         )
 
     def _reshard(self) -> None:

@@ -41,13 +41,14 @@ from stepfast.checkpoint.tensors.naming import (
 from stepfast.checkpoint.tensors.restoration import Copy, Restoration, Views
 from stepfast.checkpoint.tensors.sources import from_views
 from stepfast.checkpoint.tensors.staging import (
-    Aliases,
+    KeptAliases,
     Staging,
     differing,
     memory_of,
     optimizer_held,
 )
 from stepfast.checkpoint.tensors.structure import Structure
+from stepfast.checkpoint.tensors.trust import Trust
 from stepfast.checkpoint.tensors.walk import Sink, Walk
 from stepfast.errors import ScriptError, StateError
 
@@ -60,6 +61,7 @@ class Collected(NamedTuple):
     plain: bytes
     # The type of device where only an optimizer's step changes the tensor, as far as is known.
     held: list[str]
+    trust: Trust | None = None  # what of it was believed
 
 
 DigestRow = tuple[str, tuple[int, ...], str]
@@ -69,18 +71,24 @@ class _Split(NamedTuple):
     """Which of a slot's tensors are copied now, and which `later`, by types of device."""
 
     later: list[str]
+    believed: tuple[str, ...]  # objects
     now: list[bool]
     names: list[str]  # of the later ones
+    looked_at: list[bool]  # not believed to lie where they lay
     devices: list[str]
     targets_now: list[Tensor]
     targets_later: list[Tensor]
 
     @classmethod
-    def of(cls, slot: Slot, later: list[str], targets: list[Tensor]) -> _Split:
+    def of(
+        cls, slot: Slot, later: list[str], believed: tuple[str, ...], targets: list[Tensor]
+    ) -> _Split:
         now = [not device for device in later]
         names = [entry.name for entry in compress(slot.layout.entries, later)]
+        prefixes = tuple(f"{name}.state." for name in believed)
+        looked_at = [not name.startswith(prefixes) for name in names]
         divided = list(compress(targets, now)), list(compress(targets, later))
-        return cls(later, now, names, list(filter(None, later)), *divided)
+        return cls(later, believed, now, names, looked_at, list(filter(None, later)), *divided)
 
 
 class _Last:
@@ -92,7 +100,7 @@ class _Last:
         index = {entry.name: at for at, entry in enumerate(state.layout.entries)}
         self._other = [(name, known.spec, index[name]) for name, known in sink.found.items()]
 
-    def with_other(self, sink: Sink, blob: bytes) -> Collected | None:
+    def with_other(self, sink: Sink, blob: bytes, trust: Trust | None) -> Collected | None:
         """The state now, where it differs only in what is no module's and no optimizer's."""
         state = self._state
         if len(sink.fixed) != len(self._fixed) or not all(map(is_, sink.fixed, self._fixed)):
@@ -106,7 +114,7 @@ class _Last:
             if name != name_before or known.spec != spec_before or is_held:
                 return None
             tensors[at] = known.local
-        return Collected(state.layout, tensors, blob, held)
+        return Collected(state.layout, tensors, blob, held, trust)
 
 
 class StateTree:
@@ -134,27 +142,32 @@ class StateTree:
         self._known: Mapping[str, Known] = {}
         self._specs: list[TensorSpec] = []
         self._walk: tuple[Structure, Walk] | None = None
-        self._aliases = Aliases()
+        self._aliases = KeptAliases()
         self._layout: Layout | None = None
         self._last: _Last | None = None
         self._held_ids: set[int] = set()
+        self._doubted: set[str] = set()
         # Kept, for making them again would cost as much as a small copy; gone with their slot.
         self._slot_tensors: WeakKeyDictionary[Slot, list[Tensor]] = WeakKeyDictionary()
         self._splits: WeakKeyDictionary[Slot, _Split] = WeakKeyDictionary()
         self.collect()
 
     @torch.no_grad()
-    def collect(self) -> Collected:
-        """What is there to keep now. ScriptError names the path of state that cannot be kept."""
-        sink = self._sink()
-        blob = self._present_walk().everything(sink, loop_left=self.loop_left)
-        state = None if self._last is None else self._last.with_other(sink, blob)
+    def collect(self, *, trusting: bool = False) -> Collected:
+        """What is there to keep now. ScriptError names the path of state that cannot be kept.
+
+        `trusting`: objects that are as they were each time until now are believed to be so.
+        """
+        trust = Trust(self._doubted) if trusting else None
+        sink = self._sink(trust)
+        blob = self._present_walk(trust).everything(sink, loop_left=self.loop_left)
+        state = None if self._last is None else self._last.with_other(sink, blob, trust)
         if state is None:
-            state = self._collect_anew(sink.all(), blob)
+            state = self._collect_anew(sink.all(), blob, trust)
             self._last = _Last(state, sink, self._held_ids) if self._is_transparent else None
         return state
 
-    def _collect_anew(self, found: dict[str, Known], blob: bytes) -> Collected:
+    def _collect_anew(self, found: dict[str, Known], blob: bytes, trust: Trust | None) -> Collected:
         self._known = found
         specs = [known.spec for known in found.values()]
         room = self._layout is not None and self._layout.has_room_for(len(blob))
@@ -173,7 +186,11 @@ class StateTree:
                 for d, k in zip(devices, known, strict=True)
             ]
         held = [device if device in self._copiers else "" for device in devices]
-        return Collected(self._layout, [k.local for k in known], blob, held)
+        return Collected(self._layout, [k.local for k in known], blob, held, trust)
+
+    def doubt(self, names: Iterable[str]) -> None:
+        """Believe nothing of these objects any more."""
+        self._doubted.update(names)
 
     @torch.no_grad()
     def copy_into(self, slot: Slot, state: Collected) -> None:
@@ -181,7 +198,6 @@ class StateTree:
         copy_all(self._targets(slot, state), state.tensors)
         slot.write_plain(state.plain)
 
-    @torch.no_grad()
     def stage(self, slot: Slot, state: Collected, at_boundary: Set[str]) -> Staging:
         """Copy `state` as `copy_into` does, what optimizers hold beside the training.
 
@@ -192,14 +208,19 @@ class StateTree:
             pairs = zip(held, slot.layout.entries, strict=True)
             held = ["" if entry.name in at_boundary else device for device, entry in pairs]
         split = self._splits.get(slot)
-        if split is None or split.later != held:
-            split = self._splits[slot] = _Split.of(slot, held, self._targets(slot, state))
+        believed = () if state.trust is None else state.trust.believed
+        if split is None or split.later != held or split.believed != believed:
+            split = _Split.of(slot, held, believed, self._targets(slot, state))
+            self._splits[slot] = split
         tensors = list(compress(state.tensors, held))
-        staging = Staging(split.names, tensors, split.devices)
-        now = split.targets_now, list(compress(state.tensors, split.now))
-        slot.write_plain(state.plain)
-        later = split.targets_later, self._aliases.of(staging, slot.layout)
-        staging.start(slot, now, later, self._copiers)
+        aliases = self._aliases.of(split.names, tensors, slot.layout, split.looked_at)
+        staging = Staging(aliases, tensors, split.devices, state.trust)
+        # Detached one by one where they need a gradient: `no_grad` costs more than all of this.
+        sources_now = [
+            t.detach() if t.requires_grad else t for t in compress(state.tensors, split.now)
+        ]
+        now = split.targets_now, sources_now
+        staging.start(slot, now, split.targets_later, state.plain, self._copiers)
         return staging
 
     def held_and_different(self, slot: Slot, state: Collected) -> list[str]:
@@ -234,7 +255,7 @@ class StateTree:
         walk, sink = Walk(self._objects), self._sink()
         walk.held(sink)
         # Or tensors that the restored state has not would stay alive.
-        self._known, self._walk, self._last, self._aliases = {}, None, None, Aliases()
+        self._known, self._walk, self._last, self._aliases = {}, None, None, KeptAliases()
         before = sink.all()
         copy = copy or from_views(source)
         restoration = Restoration(walk, before, self._inspector, source, tree, left_alone, copy)
@@ -281,14 +302,15 @@ class StateTree:
     def _is_own(self, name: str) -> bool:
         return name.startswith(tuple(private_name(self.rank, p) for p in ("rng.", "modules.")))
 
-    def _present_walk(self) -> Walk:
-        if self._walk is None or not self._walk[0].is_same():
+    def _present_walk(self, trust: Trust | None) -> Walk:
+        if self._walk is None or not self._walk[0].is_same(trust):
             roots = [value for value in self._objects.values() if isinstance(value, nn.Module)]
             self._walk = Structure(roots), Walk(self._objects)
         return self._walk[1]
 
-    def _sink(self) -> Sink:
-        return Sink(self._inspector, self._known, rank=self.rank, private=self._private)
+    def _sink(self, trust: Trust | None = None) -> Sink:
+        known = self._inspector, self._known
+        return Sink(*known, rank=self.rank, private=self._private, trust=trust)
 
     def _check_restored(
         self, found: Mapping[str, Known], source: Views, left_alone: Set[str]

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -40,8 +42,10 @@ from stepfast.checkpoint.tensors.naming import (
     parameter_names,
     scan_all,
 )
+from stepfast.checkpoint.tensors.trust import Look, Trust
 from stepfast.errors import ScriptError
 
+_TRAINING: Callable[[nn.Module], bool] = attrgetter("training")
 _FUNCTIONS = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.WeakMethod,
 )  # fmt: skip
@@ -57,15 +61,21 @@ class Sink:
         *,
         rank: int = 0,
         private: tuple[str, ...] = (),
+        trust: Trust | None = None,
     ) -> None:
         """`before`: what an earlier walk found; used where it is still true. Names that begin with
-        one of `private` are `rank`'s alone.
+        one of `private` are `rank`'s alone. `trust`: what may be believed to be true.
         """
         self.found: dict[str, Known] = {}
         self.fixed: list[Fixed] = []
         self._rank, self._private = rank, private
         self._inspector = inspector
         self._before = before
+        self._trust = trust
+
+    def holds(self, name: str, look: Look) -> bool:
+        """Whether what was found of the object `name` is true now, as `look` says."""
+        return look() if self._trust is None else self._trust.holds(name, look)
 
     def add(self, name: str, tensor: Tensor | Part) -> Ref:
         """Take `tensor` in; the name is free."""
@@ -114,6 +124,7 @@ class Walk:
         self._is_in_pieces = any(n.piece is not None for ns in self.names.values() for n in ns)
         self._states: dict[str, _State] = {}
         self._tensors: dict[str, _Tensors] = {}
+        self._flags: dict[str, _Flags] = {}
 
     def everything(self, sink: Sink, *, loop_left: bool = False) -> bytes:
         """Hand every tensor to `sink`, RNGs too; return the plain values. `loop_left` is one."""
@@ -160,12 +171,19 @@ class Walk:
             buffers = [ref for held, ref in places if held.is_buffer]
             tensors = self._tensors[name] = _Tensors(buffers, Fixed(inner.found))
         sink.take(tensors.fixed)
-        return {**_flags(scan), "buffers": tensors.buffers}
+        return {**self._module_flags(name), "buffers": tensors.buffers}
+
+    def _module_flags(self, name: str) -> dict[str, object]:
+        """As the function, from before where no part has state of its own and none is set anew."""
+        flags = self._flags.get(name)
+        if flags is None or not flags.is_good():
+            flags = self._flags[name] = _Flags.of(self.scans[name])
+        return flags.values
 
     def _optimizer_tree(self, name: str, optimizer: Optimizer, sink: Sink) -> dict[str, object]:
         """As the function, with its state's bytes from before where that is the same tensors."""
         state = self._states.get(name)
-        if state is None or not state.is_of(optimizer) or not state.fixed.is_good():
+        if state is None or not sink.holds(name, partial(state.is_good, optimizer)):
             if self._is_in_pieces or not _holds_tensors_alone(optimizer):
                 return _optimizer_tree(name, optimizer, self.names)
             tree = _optimizer_tree(name, optimizer, self.names)
@@ -189,10 +207,27 @@ class _State(NamedTuple):
         sizes, held = _sizes_and_held(optimizer)
         return cls(sizes, list(held), raw, fixed)
 
-    def is_of(self, optimizer: Optimizer) -> bool:
-        """Whether names and order are what they were."""
+    def is_good(self, optimizer: Optimizer) -> bool:
+        """Whether names, order and tensors are what they were."""
         sizes, held = _sizes_and_held(optimizer)
-        return sizes == self.sizes and are(held, self.held)
+        return sizes == self.sizes and are(held, self.held) and self.fixed.is_good()
+
+
+class _Flags(NamedTuple):
+    """What is plain about a module, and what it is true of."""
+
+    parts: list[nn.Module]
+    training: list[bool]
+    values: dict[str, object]
+
+    @classmethod
+    def of(cls, scan: Scan) -> _Flags:
+        parts = [*scan.owners.values(), *(part for _, part, _ in scan.wrappers)]
+        return cls(parts, list(map(_TRAINING, parts)), _flags(scan))
+
+    def is_good(self) -> bool:
+        has_more = self.values["extra"] or self.values["wrapper_extra"]
+        return not has_more and list(map(_TRAINING, self.parts)) == self.training
 
 
 class _Tensors(NamedTuple):
