@@ -332,7 +332,9 @@ class Capture:
 
     def _is_void(self, snapshot: SnapshotId, staging: Staging) -> bool:
         """Whether something speaks against what was copied; it is then done in another way."""
-        changed, broken = staging.changed(), staging.broken()
+        broken = staging.broken()
+        # Tensors that are not where they were believed to be are no news beside that.
+        changed = [] if broken else staging.changed()
         if changed:
             self._at_boundary.update(changed)
             self._note(

@@ -281,7 +281,9 @@ class StreamCopier:
         self._stream: Any = None
         self._pinned: WeakKeyDictionary[Slot, finalize[..., Any]] = WeakKeyDictionary()
 
-    def start(self, slot: Slot, now: Pairs, later: Pairs, at_end: AtEnd = _nothing) -> StreamCopying:
+    def start(
+        self, slot: Slot, now: Pairs, later: Pairs, at_end: AtEnd = _nothing
+    ) -> StreamCopying:
         """See `Copier`. Raises OperatingError where the slot's memory cannot be pinned, and
         RuntimeError where the device is broken.
 
