@@ -2,9 +2,6 @@
 where it is wrong, before anything is sealed.
 """
 
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from stepfast.checkpoint.tensors.trust import Trust
 from stepfast.core.terms import Generation, SnapshotId, Step
 
 STAGED = 9  # from here on none is whole until the 16th
-LIMIT_S = 10.0
 
 
 class Job:
@@ -177,7 +173,8 @@ def test_state_that_a_step_makes_anew_is_found_out(job: Job) -> None:
 
 def test_what_changes_behind_the_copy_leaves_it_sound(job: Job) -> None:
     job.boundary()
-    assert wait_until(lambda: job.capture.has_copied)
+    job.capture.hold()
+    assert job.capture.has_copied
     with torch.no_grad():
         job.model[0].weight.add_(1)
     put_others(job)
@@ -207,49 +204,3 @@ def test_no_layout_is_built_where_nothing_changed(
     assert state.trust is not None
     assert state.trust.believed == ("the build of the modules", "optimizer")
     assert state.trust.broken() == []
-
-
-# ------------------------------------------------------------------------------ the copier's thread
-
-
-def wait_until(is_so: Callable[[], bool]) -> bool:
-    deadline_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.001)
-    return True
-
-
-def thread_count() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def copy_with(copier: ThreadCopier, slot: Any = None) -> Tensor:
-    target = torch.zeros(5)
-    assert copier.start(slot, ([], []), ([target], [torch.ones(5)])).wait(LIMIT_S)
-    return target
-
-
-def test_a_copier_has_one_thread_which_ends_with_it() -> None:
-    before = thread_count()
-    copier = ThreadCopier()
-    for _ in range(5):
-        assert copy_with(copier).sum() == 5
-    assert thread_count() == before + 1
-    del copier
-    assert wait_until(lambda: thread_count() == before)
-
-
-def test_a_forked_process_copies_by_a_thread_of_its_own() -> None:
-    copier = ThreadCopier()
-    copy_with(copier)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = 0 if copy_with(copier).sum() == 5 else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    assert copy_with(copier).sum() == 5
