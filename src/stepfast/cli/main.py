@@ -54,6 +54,10 @@ def _dispatch(options: argparse.Namespace) -> int:
         from stepfast.cli.ckpt import run_ckpt
 
         return run_ckpt(options)
+    if options.command == "k8s":
+        from stepfast.cli.k8s import run_k8s
+
+        return run_k8s(options)
     config = _config(options)
     match options.command:
         case "run":

@@ -14,6 +14,7 @@ from typing import NoReturn
 import stepfast
 from stepfast.config import CHOICES, SETTINGS
 from stepfast.errors import ConfigError
+from stepfast.k8s import profiles
 
 _JOB = (
     "nodes",
@@ -81,6 +82,11 @@ exit codes:
   78  the command cannot work as it was given
 """
 
+_K8S_EXAMPLES = """examples:
+  stepfast k8s render examples/job.toml
+  stepfast k8s render --kind job --kubernetes 1.33 examples/job.toml
+"""
+
 _METAVARS = {  # where a setting's last word does not say it
     "checkpoints": "PLACE",
     "checkpoint_bytes_per_s": "BYTES",
@@ -133,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_agent(commands)
     _add_ckpt(commands)
     _add_doctor(commands)
+    _add_k8s(commands)
     return parser
 
 
@@ -190,6 +197,30 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor.add_argument("--state-bytes", type=int, default=0, metavar="BYTES", help=size)
     _add_settings(doctor, _DOCTOR)
     doctor.add_argument("script", nargs="?", metavar="SCRIPT", help="a training script")
+
+
+def _add_k8s(commands: argparse._SubParsersAction[_Parser]) -> None:
+    k8s = _command(commands, "k8s", "Bring a job to Kubernetes.", _K8S_EXAMPLES)
+    below = k8s.add_subparsers(
+        dest="k8s_command", metavar="COMMAND", required=True, parser_class=_Parser
+    )
+    _add_k8s_render(below)
+
+
+def _add_k8s_render(commands: argparse._SubParsersAction[_Parser]) -> None:
+    text = "Write a job file as YAML for a cluster."
+    render = _command(commands, "render", text, _K8S_EXAMPLES)
+    choices = {
+        "--kind": (profiles.KINDS[0], "the workload's kind", profiles.KINDS),
+        "--kubernetes": (profiles.DEFAULT_KUBERNETES, "the cluster's version", None),
+        "--jobset": (profiles.DEFAULT_JOBSET, "JobSet's version there", None),
+        "--trainer": (profiles.DEFAULT_TRAINER, "Kubeflow Trainer's version there", None),
+    }
+    for flag, (default, what, allowed) in choices.items():
+        metavar = None if allowed else "VERSION"
+        shown = f"{what} (default: {default})"
+        render.add_argument(flag, default=default, choices=allowed, metavar=metavar, help=shown)
+    render.add_argument("file", metavar="FILE", help="the job file, such as job.toml")
 
 
 def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:
