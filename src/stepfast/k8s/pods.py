@@ -21,6 +21,7 @@ _GRACE_COORDINATOR_S = 30
 _GPU, _EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 _TOKEN_DIRECTORY, _JOB_DIRECTORY, _MEMORY_DIRECTORY = "/etc/stepfast/token", "/job", "/snapshots"
 _CHECKPOINT_DIRECTORY = "/checkpoints"
+_TMP = "/tmp"  # noqa: S108 - a volume of the pod's own
 _TOKEN_FILE = f"{_TOKEN_DIRECTORY}/token"
 
 Object = dict[str, Any]
@@ -77,7 +78,7 @@ def coordinator_pod(job: JobFile, profile: Profile) -> Object:
         "image": job.image,
         "imagePullPolicy": "IfNotPresent",
         "command": coordinator_command(job),
-        "env": [*_downward(profile), *_plain({"HOME": "/tmp", "USER": "stepfast"})],  # noqa: S108 - a volume of the pod's own
+        "env": [*_downward(profile), *_plain({"HOME": _TMP, "USER": "stepfast"})],
         "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
         "startupProbe": _probe(period_s=2, failures=60),
         "readinessProbe": _probe(period_s=5, failures=3),
@@ -242,7 +243,7 @@ def _downward(profile: Profile) -> list[Object]:
 
 
 def _environment(job: JobFile) -> dict[str, str]:
-    found = {"HOME": "/tmp", "USER": "stepfast", "HF_HUB_OFFLINE": "1"}  # noqa: S108 - a volume of the pod's own
+    found = {"HOME": _TMP, "USER": "stepfast", "HF_HUB_OFFLINE": "1"}
     if job.resources.gpus:
         found["NCCL_DEBUG"] = "WARN"
     if job.resources.efa:
@@ -260,7 +261,7 @@ def _mounts(job: JobFile) -> list[Object]:
     """Those of both kinds of pods."""
     found: list[Object] = [
         {"name": "token", "mountPath": _TOKEN_DIRECTORY, "readOnly": True},
-        {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a volume of the pod's own
+        {"name": "tmp", "mountPath": _TMP},
     ]
     if job.storage.claim:
         found.append({
