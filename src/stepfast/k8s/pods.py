@@ -321,7 +321,8 @@ def _node_placement(job: JobFile) -> Object:
     if placement.zone:
         selector["topology.kubernetes.io/zone"] = placement.zone
     apart = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": mine}]
-    affinity: Object = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": apart}}
+    apart_rule = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
+    affinity: Object = {"podAntiAffinity": apart_rule}
     near: Object = {}
     if not placement.zone:
         together = [{"topologyKey": "topology.kubernetes.io/zone", "labelSelector": mine}]
