@@ -5,6 +5,8 @@
         copier.start(...)
     cuda.lose_context(700)       # from now on every call fails with this error
     cuda.pinned_bytes_max = 0    # registration of host memory fails
+    with cuda.captured():        # a graph, in the mode that torch.cuda.graph captures in
+        ...
 
 Owns: streams and events in their order, contexts by thread, pinned memory, the allocator's
 account, sticky errors, what was asked of it (`calls`). Does not own: kernels; tensors are the
@@ -33,6 +35,7 @@ ERRORS = {
     214: "uncorrectable ECC error encountered",
     700: "an illegal memory access was encountered",
     710: "device-side assert triggered",
+    900: "operation not permitted when stream is capturing",
 }
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 NEVER = 1 << 30
@@ -91,7 +94,7 @@ class FakeStream:
             self._waits.append(event.work)
 
     def query(self) -> bool:
-        self._cuda.touched()
+        self._cuda.asked()
         return self._last is None or self._last.has_ended()
 
     def synchronize(self) -> None:
@@ -113,7 +116,7 @@ class FakeEvent:
         self.work = stream.queue()
 
     def query(self) -> bool:
-        self._cuda.touched()
+        self._cuda.asked()
         return self.work is None or self.work.has_ended()
 
     def synchronize(self) -> None:
@@ -144,6 +147,7 @@ class FakeCuda:
     is_holding: bool = False
     device_syncs: int = 0
     lost: int | None = None
+    is_capturing: bool = False
 
     def __post_init__(self) -> None:
         self._by_thread = threading.local()
@@ -168,6 +172,25 @@ class FakeCuda:
         """A kernel on the current stream, which ends after so many looks at something behind it."""
         self.touched()
         self.current_stream().queue(looks)
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """A capture, which a question of any thread but a relaxed one ends."""
+        self.is_capturing = True
+        yield
+        assert self.is_capturing, "the capture was spoiled"
+        self.is_capturing = False
+
+    def relax(self) -> None:
+        """As cuThreadExchangeStreamCaptureMode does for the calling thread."""
+        self._by_thread.is_relaxed = True
+
+    def asked(self) -> None:
+        """Whether something has ended."""
+        self.touched()
+        if self.is_capturing and not getattr(self._by_thread, "is_relaxed", False):
+            self.is_capturing = False
+            raise accelerator_error(900)
 
     def lose_context(self, code: int) -> None:
         """A sticky error: it shows at whatever is called next, and ever after."""

@@ -45,6 +45,7 @@ CLAIMS = (
             f"{_DEVICE}test_a_turn_has_begun_when_the_device_has_ended_the_one_before",
             f"{_DEVICE}test_a_device_far_behind_gets_no_more_marks",
             f"{_DEVICE}test_each_thread_has_the_ranks_device_and_no_other_gets_a_context",
+            f"{_DEVICE}test_who_only_looks_spoils_no_graph_that_the_training_captures",
             f"{_FAULTS}test_who_waits_for_its_device_is_no_culprit_while_anothers_is_idle",
         ),
         not_shown="an event recorded into a full queue, which would hold the interpreter's lock",

@@ -148,6 +148,29 @@ def test_each_thread_has_the_ranks_device_and_no_other_gets_a_context():
     assert rig.told and rig.cuda.contexts == {3}
 
 
+@pytest.mark.parametrize("asks", ["look", "is_device_busy"])
+def test_who_only_looks_spoils_no_graph_that_the_training_captures(asks: str):
+    cuda = FakeCuda()
+    rig = Rig(CudaDevice(3, cuda, stand_aside=cuda.relax))
+    with cuda.held():
+        rig.turn(1)
+    with cuda.captured():
+        thread = threading.Thread(target=getattr(rig.progress, asks))
+        thread.start()
+        thread.join()
+    assert rig.broken == []
+
+
+def test_a_thread_stands_aside_once_and_the_training_thread_never_does():
+    cuda, asides = FakeCuda(), list[str]()
+    device = CudaDevice(3, cuda, stand_aside=lambda: asides.append(threading.current_thread().name))
+    device.enter()
+    thread = threading.Thread(target=lambda: [device.enter(), device.enter()], name="looks")
+    thread.start()
+    thread.join()
+    assert asides == ["looks"]
+
+
 def test_a_rank_without_a_gpu_of_its_own_is_refused():
     assert isinstance(device_of("cpu", 9), NoAccelerator)
     with pytest.raises(ConfigError, match="torch sees no CUDA device here"):
@@ -182,7 +205,7 @@ def test_what_another_generation_cannot_go_on_with_is_named(monkeypatch: pytest.
     assert device.obstacle() is None
     cuda.CUDAGraph = Graph  # type: ignore[attr-defined]  # as torch.cuda has it
     graph: Any = Graph()
-    assert str(device.obstacle()).startswith("1 CUDA graphs hold communicators")
+    assert str(device.obstacle()).startswith("1 CUDA graph with communicators")
     del graph
     symmetric: Any = ModuleType("symmetric")
     symmetric._group_name_to_store = {}

@@ -1,29 +1,21 @@
-"""`stepfast k8s COMMAND`: from a job file to what a cluster takes.
+"""`stepfast k8s COMMAND`: manifests.
 
-Owns: reading the file, writing the text. Does not own: what is in it (`stepfast.k8s`).
+Owns: the subcommands. Does not own: what each does.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
-from stepfast.k8s.job_file import read_job_file
-from stepfast.k8s.manifest import manifest
-from stepfast.k8s.profiles import profile_of
-from stepfast.k8s.render import as_yaml
+from stepfast.cli.k8s_render import run_render
+from stepfast.cli.k8s_validate import run_validate
 
 
 def run_k8s(options: argparse.Namespace) -> int:
-    """The exit code of one of the commands below `stepfast k8s`."""
-    commands = {"render": _render}
-    return commands[options.k8s_command](options)
-
-
-def _render(options: argparse.Namespace) -> int:
-    profile = profile_of(
-        options.kind, options.kubernetes, jobset=options.jobset, trainer=options.trainer
-    )
-    sys.stdout.write(as_yaml(manifest(read_job_file(Path(options.file)), profile)))
-    return 0
+    """One subcommand, and its exit code."""
+    match options.k8s_command:
+        case "render":
+            return run_render(options)
+        case "validate":
+            return run_validate(options)
+    raise AssertionError(f"no such command: {options.k8s_command}")

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import stepfast
+from stepfast.cli.k8s_render import RENDER_EXAMPLES, add_render_flags
+from stepfast.cli.k8s_validate import VALIDATE_EXAMPLES, add_validate_flags
 from stepfast.config import CHOICES, SETTINGS
 from stepfast.errors import ConfigError
-from stepfast.k8s import profiles
 
 _JOB = (
     "nodes",
@@ -67,6 +68,9 @@ _DOCTOR_EXAMPLES = """examples:
   stepfast doctor
   stepfast doctor --nproc-per-node 8 --state-bytes 12000000000 train.py
   stepfast doctor --checkpoints s3://bucket/run-7 --json
+"""
+_K8S_EXAMPLES = """examples:
+  stepfast k8s validate manifests/*.yaml
 """
 _CKPT_EXAMPLES = """URL: a store (a path, s3://bucket/prefix), a job directory, or one checkpoint.
 examples:
@@ -200,27 +204,14 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_k8s(commands: argparse._SubParsersAction[_Parser]) -> None:
-    k8s = _command(commands, "k8s", "Bring a job to Kubernetes.", _K8S_EXAMPLES)
+    k8s = _command(commands, "k8s", "Write and check manifests for Kubernetes.", _K8S_EXAMPLES)
     below = k8s.add_subparsers(
         dest="k8s_command", metavar="COMMAND", required=True, parser_class=_Parser
     )
-    _add_k8s_render(below)
-
-
-def _add_k8s_render(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "Write a job file as YAML for a cluster."
-    render = _command(commands, "render", text, _K8S_EXAMPLES)
-    choices = {
-        "--kind": (profiles.KINDS[0], "the workload's kind", profiles.KINDS),
-        "--kubernetes": (profiles.DEFAULT_KUBERNETES, "the cluster's version", None),
-        "--jobset": (profiles.DEFAULT_JOBSET, "JobSet's version there", None),
-        "--trainer": (profiles.DEFAULT_TRAINER, "Kubeflow Trainer's version there", None),
-    }
-    for flag, (default, what, allowed) in choices.items():
-        metavar = None if allowed else "VERSION"
-        shown = f"{what} (default: {default})"
-        render.add_argument(flag, default=default, choices=allowed, metavar=metavar, help=shown)
-    render.add_argument("file", metavar="FILE", help="the job file, such as job.toml")
+    add_render_flags(_command(below, "render", text, RENDER_EXAMPLES))
+    text = "Check manifests: 25 properties, strict schemas, what API servers refuse."
+    add_validate_flags(_command(below, "validate", text, VALIDATE_EXAMPLES))
 
 
 def _add_ckpt(commands: argparse._SubParsersAction[_Parser]) -> None:

@@ -230,10 +230,9 @@ def _judge_waiting(waiting: Sequence[Evidence]) -> HangVerdict:
         where = "for their devices" if on_device else "in the same collective"
         reason = f"all ranks wait {where}; rank {behind.rank} stands for them"
     else:
-        reason = (
-            f"rank {behind.rank} is"
-            f" {counted(ahead.collectives - behind.collectives, 'collective')} behind"
-        )
+        steps, collectives = ahead.step - behind.step, ahead.collectives - behind.collectives
+        missing = counted(steps, "step") if steps else counted(collectives, "collective")
+        reason = f"rank {behind.rank} is {missing} behind"
     return HangVerdict(culprits=((behind.rank, FaultKind.HANG),), reason=reason)
 
 

@@ -5,7 +5,8 @@ Owns: the calls of CUDA that no tensor makes. Does not own: copies into slots
 
 Invariants: nothing here waits for the device but `settle`, which is bounded and never called in the
 loop. No thread touches CUDA before it has entered the device: the runtime would make a context on
-the first one instead, half a gigabyte on a stranger's GPU.
+the first one instead, half a gigabyte on a stranger's GPU. A thread that only looks spoils no graph
+that the training thread captures.
 
 Never run: no machine with a GPU was at hand. The calls are tested with a double in the place of
 `torch.cuda` (tests/fakes/device.py).
@@ -13,14 +14,18 @@ Never run: no machine with a GPU was at hand. The calls are tested with a double
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
 
+from stepfast.core.quantities import counted
 from stepfast.errors import ConfigError
 from stepfast.runtime.ports import Accelerator, Mark
 
@@ -32,6 +37,19 @@ _POLL_S: Final = 0.001
 _SYMMETRIC_MEMORY: Final = "torch.distributed._symmetric_memory"
 # Libraries that keep NVSHMEM's heap, which no part of a world can leave and enter again.
 _NVSHMEM_MODULES: Final = ("nvshmem.core", "deep_ep")
+_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def stand_aside_of_captures() -> None:
+    """The calling thread's questions to events and streams spoil no capture of another thread.
+
+    Else they do: under the mode that `torch.cuda.graph` captures in, a question from any thread
+    fails and ends the capture (CUDA's cuThreadExchangeStreamCaptureMode). Asked of the driver, for
+    torch has no name for it. Never run.
+    """
+    with suppress(OSError, AttributeError):  # without a driver there is nothing to spoil
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def device_of(device_type: str, local_rank: int, cuda: Any = torch.cuda) -> Accelerator:
@@ -90,10 +108,15 @@ class CudaDevice:
 
     runs_behind = True
 
-    def __init__(self, index: int, cuda: Any = torch.cuda) -> None:
+    def __init__(
+        self,
+        index: int,
+        cuda: Any = torch.cuda,
+        stand_aside: Callable[[], object] = stand_aside_of_captures,
+    ) -> None:
         """`cuda`: the module `torch.cuda`, or a double of it. Touches nothing yet."""
         self.index = index
-        self._cuda = cuda
+        self._cuda, self._stand_aside = cuda, stand_aside
         self._entered = threading.local()
         self._stream: Any = None  # on which the training queues its work
 
@@ -101,6 +124,8 @@ class CudaDevice:
         """See `Accelerator`. The first time in a process it makes the CUDA context: a second."""
         if not getattr(self._entered, "is_done", False):
             self._cuda.set_device(self.index)
+            if threading.current_thread() is not threading.main_thread():
+                self._stand_aside()
             self._entered.is_done = True
 
     def mark(self) -> Mark:
@@ -137,7 +162,8 @@ class CudaDevice:
         """
         graphs = self._graph_count()
         if graphs:
-            return f"{graphs} CUDA graphs hold communicators and addresses of the generation before"
+            held = counted(graphs, "CUDA graph")
+            return f"{held} with communicators and addresses of the generation before"
         symmetric = sys.modules.get(_SYMMETRIC_MEMORY)
         if symmetric is not None and getattr(symmetric, "_group_name_to_store", None):
             return "symmetric memory is bound to the processes of the generation before"

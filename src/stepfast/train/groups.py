@@ -70,8 +70,8 @@ class Groups:
     def __init__(
         self, backend: Backend, *, enter_thread: Callable[[], object] = lambda: None
     ) -> None:
-        """`enter_thread`: called first in each thread that makes groups, so that it is the
-        device's.
+        """`enter_thread`: called first in each thread that makes or aborts groups, so that it is
+        the device's.
         """
         self._backend, self._enter_thread = backend, enter_thread
         self._membership: Membership | None = None
@@ -143,6 +143,8 @@ class Groups:
         """Those that are registered by now: one may have been in the making at the first abort."""
         if not self._backend.ends_by_abort:
             return 0
+        with suppress(RuntimeError):  # a broken device's groups are aborted all the same
+            self._enter_thread()
         with self._aborting:
             return torch_groups.abort_device_groups(self._backend.device, self._aborted)
 

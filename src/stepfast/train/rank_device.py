@@ -5,7 +5,8 @@ Does not own: the calls (`device`), what becomes of a rank that cannot go on (`c
 
 Never run on a GPU: tested with a double of `torch.cuda` (tests/fakes/device.py).
 
-Invariant: after `leave` returned None nothing of the generation is queued on the device any more.
+Invariant: after `leave` returned None nothing of the generation is queued any more on the stream
+that trained, nor what that stream waits for. Other streams of the user's own are not asked.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class RankDevice:
 
     def leave(self) -> str | None:
         """The generation is over, its groups are gone: wait, for a limited time, until nothing is
-        queued any more. Why this process can be in no other generation, or None.
+        queued where it trained. Why this process can be in no other generation, or None.
         """
         if self._accelerator is None:
             return None

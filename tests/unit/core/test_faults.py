@@ -119,7 +119,9 @@ def test_an_older_step_is_further_behind_than_fewer_collectives():
         evidence(0, COLLECTIVE, step=6, collectives=1),
         evidence(1, COLLECTIVE, step=5, collectives=9),
     ]
-    assert judge_hang(told).culprits == ((1, FaultKind.HANG),)
+    verdict = judge_hang(told)
+    assert verdict.culprits == ((1, FaultKind.HANG),)
+    assert verdict.reason == "rank 1 is 1 step behind"
 
 
 def test_where_all_wait_in_the_same_collective_the_lowest_rank_stands_for_them():
