@@ -44,9 +44,13 @@ _JOB = (
     "preload",
     "fault",
     "join_limit_s",
+    "metrics_port",
+    "slo_recovery_s",
+    "slo_steps_lost",
 )
+_HEALTH = ("health_check", "health_unknown", "health_gpus", "health_efas", "health_limit_s")
 _COORDINATOR = (*_JOB, "listen", "token_file")
-_AGENT = ("host", "token_file", "join_limit_s")
+_AGENT = ("host", "token_file", "join_limit_s", "metrics_port", *_HEALTH)
 _DOCTOR = ("nproc_per_node", "job_dir", "checkpoints", "memory_dir")
 _RUN = (*_JOB, "listen", "token_file")
 
@@ -99,7 +103,10 @@ _METAVARS = {  # where a setting's last word does not say it
     "preload": "MODULE",
     "summary": "FILE",
     "listen": "HOST:PORT",
+    "metrics_port": "PORT",
+    "health_check": "CMD",
 }
+AGENT_ONLY = ("host", *_HEALTH)  # what a coordinator has no use for
 
 
 class _Parser(argparse.ArgumentParser):
@@ -313,9 +320,9 @@ def _add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> No
 def _metavar(name: str, kind: str) -> str:
     if name in CHOICES:
         return "|".join(CHOICES[name])
-    if kind.startswith("int"):
-        return "N"
-    return _METAVARS.get(name, name.rsplit("_", 1)[-1].upper())
+    if name in _METAVARS:
+        return _METAVARS[name]
+    return "N" if kind.startswith("int") else name.rsplit("_", 1)[-1].upper()
 
 
 def _add_strict(parser: argparse.ArgumentParser) -> None:
