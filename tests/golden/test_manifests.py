@@ -1,6 +1,6 @@
 """Job files as YAML, byte for byte, and every command line in them parses.
 
-    REGENERATE_TRANSCRIPTS=1 .venv/bin/pytest tests/golden
+REGENERATE_TRANSCRIPTS=1 .venv/bin/pytest tests/golden
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def add_render_flags(parser: argparse.ArgumentParser) -> None:
 def run_render(options: argparse.Namespace) -> int:
     """Writes the manifests to stdout."""
     try:
-        from stepfast.k8s.job_file import read_job_file
+        from stepfast.k8s.job_reader import read_job_file
         from stepfast.k8s.manifest import manifest
         from stepfast.k8s.profiles import profile_of
         from stepfast.k8s.render import as_yaml

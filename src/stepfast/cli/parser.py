@@ -74,6 +74,8 @@ _DOCTOR_EXAMPLES = """examples:
   stepfast doctor --checkpoints s3://bucket/run-7 --json
 """
 _K8S_EXAMPLES = """examples:
+  stepfast k8s render examples/job.toml
+  stepfast k8s render --kind job --kubernetes 1.33 examples/job.toml
   stepfast k8s validate manifests/*.yaml
 """
 _CKPT_EXAMPLES = """URL: a store (a path, s3://bucket/prefix), a job directory, or one checkpoint.
@@ -88,11 +90,6 @@ exit codes:
   0   done
   1   verify found damage, diff a difference, or the store or a checkpoint cannot be read
   78  the command cannot work as it was given
-"""
-
-_K8S_EXAMPLES = """examples:
-  stepfast k8s render examples/job.toml
-  stepfast k8s render --kind job --kubernetes 1.33 examples/job.toml
 """
 
 _METAVARS = {  # where a setting's last word does not say it

@@ -1,85 +1,76 @@
-"""What EC2's accelerated instances have, as far as a manifest needs it.
+"""Accelerated EC2 instance types: what a node has, and what a pod on it may ask for.
 
-Owns: the table and what of a machine a pod may ask for. Does not own: resources that the user
-gives. Source: Karpenter's instance reference; allocatable figures where it states them.
+Owns: the table, from Karpenter's reference of instance types (August 2026); memory is its
+allocatable figure where it gives one, and 94 % of the type's otherwise. Does not own: what the
+user says of nodes that are not in it.
 """
 
 from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from fractions import Fraction
 
 from stepfast.errors import ConfigError
 
-_MIB_PER_GIB = 1024
 # Daemons, and the pages that EFA's driver keeps, are not in the allocatable figures.
-_SHARE_OF_ALLOCATABLE_PERCENT = 95
-_SHARE_OF_CAPACITY_PERCENT = 90  # where what is allocatable is not known
+ALLOCATABLE_SHARE = Fraction(95, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instance:
-    """One instance type; `allocatable_*` are 0 where they are not known."""
+class InstanceType:
+    """One node's devices and what it can give to pods."""
 
     gpus: int
-    efa: int
-    vcpus: int
-    memory_gib: int
-    allocatable_millicpus: int = 0
-    allocatable_mib: int = 0
+    efas: int
+    cpu_milli: int
+    memory_mib: int
 
     @property
-    def cpus(self) -> int:
-        """Whole CPUs that one pod may ask for."""
-        if self.allocatable_millicpus:
-            return self.allocatable_millicpus * _SHARE_OF_ALLOCATABLE_PERCENT // 100_000
-        return self.vcpus * _SHARE_OF_CAPACITY_PERCENT // 100
+    def pod_cpus(self) -> int:
+        """Whole CPUs that a pod which has the node to itself may ask for."""
+        return int(Fraction(self.cpu_milli, 1000) * ALLOCATABLE_SHARE)
 
     @property
     def pod_memory_gib(self) -> int:
-        """Memory that one pod may ask for."""
-        if self.allocatable_mib:
-            return self.allocatable_mib * _SHARE_OF_ALLOCATABLE_PERCENT // (100 * _MIB_PER_GIB)
-        return self.memory_gib * _SHARE_OF_CAPACITY_PERCENT // 100
+        """Memory that such a pod may ask for."""
+        return int(Fraction(self.memory_mib, 1024) * ALLOCATABLE_SHARE)
 
 
-def _of(
-    gpus: int, efa: int, vcpus: int, memory_gib: int, millicpus: int = 0, mib: int = 0
-) -> Instance:
-    return Instance(
+def _of(gpus: int, efas: int, vcpus: int, memory_gib: int, memory_mib: int = 0) -> InstanceType:
+    cpu_milli = vcpus * 1000 - 310 if vcpus < 192 else 191450
+    return InstanceType(
         gpus=gpus,
-        efa=efa,
-        vcpus=vcpus,
-        memory_gib=memory_gib,
-        allocatable_millicpus=millicpus,
-        allocatable_mib=mib,
+        efas=efas,
+        cpu_milli=cpu_milli,
+        memory_mib=memory_mib or memory_gib * 1024 * 94 // 100,
     )
 
 
-INSTANCES = {
-    "p4d.24xlarge": _of(8, 4, 96, 1152, 95_690, 1_082_712),
-    "p4de.24xlarge": _of(8, 4, 96, 1152, 0, 1_082_712),
+INSTANCE_TYPES = {
+    "p4d.24xlarge": _of(8, 4, 96, 1152, 1082712),
+    "p4de.24xlarge": _of(8, 4, 96, 1152, 1082712),
     "p5.4xlarge": _of(1, 1, 16, 256),
-    "p5.48xlarge": _of(8, 32, 192, 2048, 191_450, 1_938_410),
-    "p5e.48xlarge": _of(8, 32, 192, 2048),
-    "p5en.48xlarge": _of(8, 16, 192, 2048, 0, 1_937_332),
-    "p6-b200.48xlarge": _of(8, 8, 192, 2048),
-    "p6-b300.48xlarge": _of(8, 16, 192, 4096, 0, 3_877_198),
+    "p5.48xlarge": _of(8, 32, 192, 2048, 1938410),
+    "p5e.48xlarge": _of(8, 32, 192, 2048, 1937332),
+    "p5en.48xlarge": _of(8, 16, 192, 2048, 1937332),
+    "p6-b200.48xlarge": _of(8, 8, 192, 2048, 1937332),
+    "p6-b300.48xlarge": _of(8, 16, 192, 4096, 3877198),
     "g6e.48xlarge": _of(8, 4, 192, 1536),
     "g7e.48xlarge": _of(8, 4, 192, 2048),
 }
+# Their GPUs come by resource claims (DRA) and compute domains: another shape of manifest.
+CLAIMED_TYPES = ("p6e-gb200.", "u-p6e-gb200x")
 
 
-def instance_of(name: str) -> Instance:
-    """The instance type of this name. Raises ConfigError where it is not known, or where its GPUs
-    are given out by DRA, which these manifests do not speak.
-    """
-    if "gb200" in name or "gb300" in name:
+def instance_of(name: str) -> InstanceType:
+    """The instance type of this name. Raises ConfigError where the table has none."""
+    if name.startswith(CLAIMED_TYPES):
         raise ConfigError(
             f"nodes.instance {name}: its GPUs need resource claims (DRA), which are not rendered"
         )
-    if name not in INSTANCES:
-        near = difflib.get_close_matches(name, INSTANCES, n=1, cutoff=0.7)
+    if name not in INSTANCE_TYPES:
+        near = difflib.get_close_matches(name, INSTANCE_TYPES, n=1, cutoff=0.7)
         hint = f"; did you mean {near[0]}?" if near else "; give nodes.resources instead"
         raise ConfigError(f"nodes.instance {name} is not in the table{hint}")
-    return INSTANCES[name]
+    return INSTANCE_TYPES[name]

@@ -14,6 +14,8 @@ from stepfast.k8s.pods import (
     AGENT,
     COORDINATOR,
     COORDINATOR_JOB,
+    METRICS,
+    METRICS_PORT,
     NODE_CONTAINER,
     NODE_JOB,
     PORT,
@@ -39,15 +41,18 @@ def manifest(job: JobFile, profile: Profile) -> list[Object]:
         _service_account(job, NODE_JOB, AGENT),
         *_network_policies(job),
         _disruption_budget(job),
+        *_pod_monitor(job),
         *workload(job, profile),
     ]
 
 
 def coordinator_host(job: JobFile, profile: Profile) -> str:
-    """The coordinator's name in DNS: it stays when its pod is replaced, the address does not."""
+    """The coordinator's name in DNS, as pods of its namespace find it: it stays when its pod is
+    replaced, the address does not.
+    """
     index = "0" if profile.kind == "job" else "0-0"
     pod = f"{job.name}-{COORDINATOR_JOB}-{index}"
-    return f"{pod}.{job.name}.{job.namespace}.svc.cluster.local"
+    return f"{pod}.{job.name}"
 
 
 # ------------------------------------------------------------------------------- workloads
@@ -104,7 +109,7 @@ def _jobs(job: JobFile, profile: Profile) -> list[Object]:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": _instance(job),
-            "ports": [{"name": "http", "port": PORT, "protocol": "TCP", "targetPort": PORT}],
+            "ports": [_service_port(COORDINATOR, PORT), _service_port(METRICS, METRICS_PORT)],
         },
     }
     roles = [
@@ -207,12 +212,7 @@ def _workload_metadata(job: JobFile, name: str) -> Object:
     metadata = _metadata(job, name)
     if job.queue:
         metadata["labels"] = metadata["labels"] | {"kueue.x-k8s.io/queue-name": job.queue}
-    promises = {
-        "stepfast.dev/slo-recovery-seconds": job.slo.recovery_s,
-        "stepfast.dev/slo-steps-lost": job.slo.steps_lost,
-    }
-    found = {name: f"{value:g}" for name, value in promises.items() if value is not None}
-    return {**metadata, "annotations": found} if found else metadata
+    return metadata
 
 
 def _service_account(job: JobFile, role: str, component: str) -> Object:
@@ -228,12 +228,17 @@ def _service_account(job: JobFile, role: str, component: str) -> Object:
     }
 
 
+def _service_port(name: str, port: int) -> Object:
+    return {"name": name, "port": port, "protocol": "TCP", "targetPort": port}
+
+
 def _network_policies(job: JobFile) -> list[Object]:
-    """Only the job's own nodes reach its coordinator and each other; EFA passes beside them."""
+    """Only the job's own nodes reach its coordinator and each other, only Prometheus the metrics;
+    EFA passes beside them.
+    """
     agents = [{"podSelector": {"matchLabels": labels_of(job, AGENT)}}]
-    port = [{"protocol": "TCP", "port": PORT}]
     ingress: list[tuple[str, str, Object]] = [
-        (COORDINATOR_JOB, COORDINATOR, {"from": agents, "ports": port}),
+        (COORDINATOR_JOB, COORDINATOR, {"from": agents, "ports": [_open(PORT)]}),
         (NODE_JOB, AGENT, {"from": agents}),  # NCCL, Gloo and stores choose their ports
     ]
     return [
@@ -244,10 +249,39 @@ def _network_policies(job: JobFile) -> list[Object]:
             "spec": {
                 "podSelector": {"matchLabels": labels_of(job, component)},
                 "policyTypes": ["Ingress"],
-                "ingress": [rule],
+                "ingress": [rule, *_metrics_ingress(job)],
             },
         }
         for role, component, rule in ingress
+    ]
+
+
+def _open(port: int) -> Object:
+    return {"protocol": "TCP", "port": port}
+
+
+def _metrics_ingress(job: JobFile) -> list[Object]:
+    if job.monitoring is None:
+        return []
+    namespace = {"kubernetes.io/metadata.name": job.monitoring.namespace}
+    readers = [{"namespaceSelector": {"matchLabels": namespace}}]
+    return [{"from": readers, "ports": [_open(METRICS_PORT)]}]
+
+
+def _pod_monitor(job: JobFile) -> list[Object]:
+    """For Prometheus' operator, where the job says that there is one."""
+    if job.monitoring is None:
+        return []
+    return [
+        {
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": "PodMonitor",
+            "metadata": _metadata(job, job.name),
+            "spec": {
+                "selector": {"matchLabels": _instance(job)},
+                "podMetricsEndpoints": [{"port": METRICS, "path": "/metrics"}],
+            },
+        }
     ]
 
 

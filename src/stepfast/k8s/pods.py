@@ -7,13 +7,18 @@ limits; a container restarts in its pod unless its exit code says that this woul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stepfast.errors import EXIT_FINISHED, EXIT_NODE_UNFIT, EXIT_USER_ERROR
+from stepfast.k8s.environment import NVLS
 from stepfast.k8s.job_file import JobFile
+from stepfast.k8s.job_reader import INSTANCE_LABEL, ZONE_LABEL, given_settings
 from stepfast.k8s.profiles import Profile
 
-PORT = 7070
+PORT = 7070  # agents connect to the coordinator here
+METRICS_PORT = 7071  # /livez, /healthz and /metrics of each process
+METRICS = "metrics"  # the port's name
 COORDINATOR, AGENT = "coordinator", "agent"  # components, as labels name them
 COORDINATOR_JOB, NODE_JOB = "coord", "node"
 NODE_CONTAINER = "node"  # Kubeflow Trainer looks for this name
@@ -22,6 +27,7 @@ _GPU, _EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 _TOKEN_DIRECTORY, _JOB_DIRECTORY, _MEMORY_DIRECTORY = "/etc/stepfast/token", "/job", "/snapshots"
 _CHECKPOINT_DIRECTORY = "/checkpoints"
 _TMP = "/tmp"  # noqa: S108 - a volume of the pod's own
+_MIB = 1 << 20
 _TOKEN_FILE = f"{_TOKEN_DIRECTORY}/token"
 
 Object = dict[str, Any]
@@ -38,7 +44,10 @@ def labels_of(job: JobFile, component: str) -> dict[str, str]:
 
 def coordinator_command(job: JobFile) -> list[str]:
     """`stepfast coordinator ...`; the device is given, for the coordinator's own node has none."""
-    settings = [f"--{key.replace('_', '-')}={value}" for key, value in sorted(job.settings.items())]
+    given = given_settings(job)
+    settings = job.settings | {name: given[name] for name in given if name.startswith("slo_")}
+    if job.engine != "stepfast":
+        settings["engine"] = job.engine
     return [
         "stepfast",
         "coordinator",
@@ -51,13 +60,20 @@ def coordinator_command(job: JobFile) -> list[str]:
         f"--device={'cuda' if job.resources.gpus else 'cpu'}",
         f"--join-limit-s={job.join_limit_s}",
         f"--listen=0.0.0.0:{PORT}",
+        f"--metrics-port={METRICS_PORT}",
         f"--token-file={_TOKEN_FILE}",
-        *settings,
+        *_flags(settings),
     ]
 
 
 def agent_command(job: JobFile, coordinator_host: str) -> list[str]:
     """`stepfast agent ...`; Kubernetes puts in the index and the pod's address."""
+    given, asked = given_settings(job), job.resources
+    health = {name: given[name] for name in given if name.startswith("health_")}
+    if asked.gpus:
+        health["health_gpus"] = asked.gpus
+    if asked.efa:
+        health["health_efas"] = asked.efa
     return [
         "stepfast",
         "agent",
@@ -65,8 +81,10 @@ def agent_command(job: JobFile, coordinator_host: str) -> list[str]:
         "--node=$(JOB_COMPLETION_INDEX)",
         "--host=$(POD_IP)",
         f"--join-limit-s={job.join_limit_s}",
+        f"--metrics-port={METRICS_PORT}",
         f"--token-file={_TOKEN_FILE}",
-        job.script,
+        *_flags(health),
+        _literal(job.script),
         *(_literal(arg) for arg in job.args),
     ]
 
@@ -74,45 +92,32 @@ def agent_command(job: JobFile, coordinator_host: str) -> list[str]:
 def coordinator_pod(job: JobFile, profile: Profile) -> Object:
     """The template of the coordinator's pod: small, and without a GPU."""
     container: Object = {
-        "name": COORDINATOR,
-        "image": job.image,
-        "imagePullPolicy": "IfNotPresent",
-        "command": coordinator_command(job),
+        **_container(COORDINATOR, job, coordinator_command(job)),
         "env": [*_downward(profile), *_plain({"HOME": _TMP, "USER": "stepfast"})],
-        "ports": [{"name": "http", "containerPort": PORT, "protocol": "TCP"}],
-        "startupProbe": _probe(period_s=2, failures=60),
-        "readinessProbe": _probe(period_s=5, failures=3),
-        "livenessProbe": _probe(period_s=10, failures=6),
+        "ports": [_port(COORDINATOR, PORT), _port(METRICS, METRICS_PORT)],
+        **_probes(startup_s=120),
         **_restarts(profile, EXIT_FINISHED, EXIT_USER_ERROR),
         "resources": _twice({"cpu": "1", "memory": "2Gi", "ephemeral-storage": "2Gi"}),
-        "securityContext": _container_security(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [
-            *_mounts(job),
-            _job_mount(job),
-        ],
+        "volumeMounts": [*_mounts(job), _job_mount(job)],
     }
     spec = {
         **_pod(job, profile, role=COORDINATOR_JOB, grace_s=_GRACE_COORDINATOR_S),
         **_coordinator_placement(job),
         "containers": [container],
-        "volumes": _volumes(job),
+        "volumes": _volumes(job, disk_gib=1),
     }
     return {"metadata": _metadata(job, COORDINATOR), "spec": spec}
 
 
 def node_pod(job: JobFile, profile: Profile, coordinator_host: str) -> Object:
     """The template of a node's pod: the agent is its first process, and starts the ranks."""
-    container = {
-        "name": NODE_CONTAINER,
-        "image": job.image,
-        "imagePullPolicy": "IfNotPresent",
-        "command": agent_command(job, coordinator_host),
-        "env": [*_downward(profile), *_plain(_environment(job))],
+    container: Object = {
+        **_container(NODE_CONTAINER, job, agent_command(job, coordinator_host)),
+        "env": [*_downward(profile), *_plain(_environment(job)), *_secrets(job)],
+        "ports": [_port(METRICS, METRICS_PORT)],
+        **_probes(startup_s=600),
         **_restarts(profile, EXIT_FINISHED, EXIT_USER_ERROR, EXIT_NODE_UNFIT),
         "resources": _twice(_node_resources(job)),
-        "securityContext": _container_security(),
-        "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
             *_mounts(job),
             {"name": "job", "mountPath": _JOB_DIRECTORY},
@@ -132,9 +137,15 @@ def node_pod(job: JobFile, profile: Profile, coordinator_host: str) -> Object:
         **_pod(job, profile, role=NODE_JOB, grace_s=job.grace_s),
         **_node_placement(job),
         "containers": [container],
-        "volumes": [*volumes, *_volumes(job)],
+        "volumes": [*volumes, *_volumes(job, disk_gib=job.nodes.ephemeral_gib)],
     }
-    return {"metadata": _metadata(job, AGENT), "spec": spec}
+    metadata = _metadata(job, AGENT)
+    metadata["annotations"] |= {
+        "stepfast.dev/snapshot-bytes": str(job.snapshot_mib * _MIB),
+        "stepfast.dev/working-set-bytes": str(job.working_mib * _MIB),
+        "stepfast.dev/flush-seconds": str(job.storage.flush_s),
+    }
+    return {"metadata": metadata, "spec": spec}
 
 
 def _checkpoints(job: JobFile) -> str:
@@ -143,9 +154,35 @@ def _checkpoints(job: JobFile) -> str:
     return f"{job.storage.s3.rstrip('/')}/{job.name}"
 
 
+def _flags(settings: Mapping[str, Any]) -> list[str]:
+    """A flag for each value; lists are of those that may be repeated."""
+    return [
+        _literal(f"--{name.replace('_', '-')}={each}")
+        for name, value in sorted(settings.items())
+        for each in (value if isinstance(value, list) else [value])
+    ]
+
+
 def _literal(text: str) -> str:
     """As a container gets it: Kubernetes expands $(NAME) in commands and values."""
     return text.replace("$(", "$$(")
+
+
+def _container(name: str, job: JobFile, command: list[str]) -> Object:
+    """What containers of both kinds have alike."""
+    return {
+        "name": name,
+        "image": job.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": command,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        },
+        "terminationMessagePath": "/dev/termination-log",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
 
 
 def _metadata(job: JobFile, component: str) -> Object:
@@ -188,20 +225,27 @@ def _restarts(profile: Profile, *final_codes: int) -> Object:
     }
 
 
-def _container_security() -> Object:
-    return {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
+def _port(name: str, number: int) -> Object:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
-def _probe(*, period_s: int, failures: int) -> Object:
+def _probes(*, startup_s: int) -> Object:
+    """They ask the process itself, never how training gets on. An agent may take long to start: it
+    looks at its node first.
+    """
+
+    def probe(path: str, *, period_s: int, failures: int) -> Object:
+        return {
+            "httpGet": {"path": path, "port": METRICS},
+            "periodSeconds": period_s,
+            "timeoutSeconds": 5,
+            "failureThreshold": failures,
+        }
+
     return {
-        "httpGet": {"path": "/healthz", "port": "http"},
-        "periodSeconds": period_s,
-        "timeoutSeconds": 5 if period_s >= 5 else 1,
-        "failureThreshold": failures,
+        "startupProbe": probe("/livez", period_s=5, failures=startup_s // 5),
+        "readinessProbe": probe("/healthz", period_s=5, failures=3),
+        "livenessProbe": probe("/livez", period_s=10, failures=6),
     }
 
 
@@ -249,12 +293,21 @@ def _environment(job: JobFile) -> dict[str, str]:
     if job.resources.efa:
         found["FI_EFA_USE_HUGE_PAGE"] = "0"  # with huge pages, forks fail when they run out
     if job.engine == "nvrx":
-        found["NCCL_NVLS_ENABLE"] = "0"  # its in-process restart asks for it
+        found[NVLS] = "0"  # its in-process restart asks for it
     return found | job.env
 
 
 def _plain(variables: dict[str, str]) -> list[Object]:
     return [{"name": name, "value": _literal(text)} for name, text in sorted(variables.items())]
+
+
+def _secrets(job: JobFile) -> list[Object]:
+    found: list[Object] = []
+    for name, place in sorted(job.secrets.items()):
+        secret, _, key = place.partition("/")
+        reference = {"name": secret, "key": key}
+        found.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+    return found
 
 
 def _mounts(job: JobFile) -> list[Object]:
@@ -264,11 +317,13 @@ def _mounts(job: JobFile) -> list[Object]:
         {"name": "tmp", "mountPath": _TMP},
     ]
     if job.storage.claim:
-        found.append({
-            "name": "checkpoints",
-            "mountPath": _CHECKPOINT_DIRECTORY,
-            "subPath": f"{job.name}/checkpoints",
-        })
+        found.append(
+            {
+                "name": "checkpoints",
+                "mountPath": _CHECKPOINT_DIRECTORY,
+                "subPath": f"{job.name}/checkpoints",
+            }
+        )
     return found
 
 
@@ -279,10 +334,10 @@ def _job_mount(job: JobFile) -> Object:
     return {"name": "job", "mountPath": _JOB_DIRECTORY}
 
 
-def _volumes(job: JobFile) -> list[Object]:
+def _volumes(job: JobFile, *, disk_gib: int) -> list[Object]:
     found: list[Object] = [
-        {"name": "job", "emptyDir": {"sizeLimit": "1Gi"}},
-        {"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}},
+        {"name": "job", "emptyDir": {"sizeLimit": f"{disk_gib}Gi"}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": f"{disk_gib}Gi"}},
         {
             "name": "token",
             "secret": {
@@ -302,14 +357,12 @@ def _coordinator_placement(job: JobFile) -> Object:
     if not job.nodes.instance:
         return {}
     other = {
-        "key": "node.kubernetes.io/instance-type",
+        "key": INSTANCE_LABEL,
         "operator": "NotIn",
         "values": [job.nodes.instance],
     }
     terms = {"nodeSelectorTerms": [{"matchExpressions": [other]}]}
-    return {
-        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
-    }
+    return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}
 
 
 def _node_placement(job: JobFile) -> Object:
@@ -317,15 +370,15 @@ def _node_placement(job: JobFile) -> Object:
     placement, mine = job.placement, {"matchLabels": labels_of(job, AGENT)}
     selector = dict(placement.node_selector)
     if job.nodes.instance:
-        selector["node.kubernetes.io/instance-type"] = job.nodes.instance
+        selector[INSTANCE_LABEL] = job.nodes.instance
     if placement.zone:
-        selector["topology.kubernetes.io/zone"] = placement.zone
+        selector[ZONE_LABEL] = placement.zone
     apart = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": mine}]
     apart_rule = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
     affinity: Object = {"podAntiAffinity": apart_rule}
     near: Object = {}
     if not placement.zone:
-        together = [{"topologyKey": "topology.kubernetes.io/zone", "labelSelector": mine}]
+        together = [{"topologyKey": ZONE_LABEL, "labelSelector": mine}]
         near["requiredDuringSchedulingIgnoredDuringExecution"] = together
     if placement.topology_key:
         term = {"topologyKey": placement.topology_key, "labelSelector": mine}
