@@ -314,12 +314,17 @@ async def _first_pid(read_end: int) -> int:
     """What the box reports; 0 where it ended before it had anything to report."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[bytes] = loop.create_future()
-    loop.add_reader(read_end, lambda: found.done() or found.set_result(os.read(read_end, 32)))
+
+    def take() -> None:
+        loop.remove_reader(read_end)
+        found.set_result(os.read(read_end, 32))
+
+    loop.add_reader(read_end, take)
     try:
         async with asyncio.timeout(_START_LIMIT_S):
             text = await found
     except TimeoutError as error:
         raise OperatingError(f"a container did not start within {_START_LIMIT_S:g} s") from error
     finally:
-        loop.remove_reader(read_end)
+        loop.remove_reader(read_end)  # again is no error
     return int(text) if text else 0
