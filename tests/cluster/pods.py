@@ -26,7 +26,7 @@ COORDINATOR_POD = f"{NAME}-coord-0-0"
 
 
 class PodsJob(Job):
-    """examples/job.toml on this machine's pods, which is the job that others run by `stepfast run`."""
+    """examples/job.toml on this machine's pods: the job that others run by `stepfast run`."""
 
     def __init__(self, directory: Path, *flags: object) -> None:
         """`directory`: a place of its own; the claim for checkpoints and journal lies there."""
@@ -37,7 +37,6 @@ class PodsJob(Job):
         manifest.write_bytes(subprocess.run(render, check=True, stdout=subprocess.PIPE).stdout)
         # Not below the test's directory: a socket's path has 107 bytes at most.
         self.control = Path(f"/tmp/stepfast-test-{uuid.uuid4().hex[:12]}")
-        self.hosts_pids: set[int] = set()
         arguments = [
             *STEPFAST,
             "k8s",
@@ -63,7 +62,9 @@ class PodsJob(Job):
             text=True,
             check=False,
         )
-        assert said.returncode == 0, f"{command}: {said.stdout}{said.stderr}\n{self.console[-4000:]}"
+        assert said.returncode == 0, (
+            f"{command}: {said.stdout}{said.stderr}\n{self.console[-4000:]}"
+        )
         return said.stdout
 
     def all_pids(self) -> set[int]:

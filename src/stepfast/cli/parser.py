@@ -182,6 +182,11 @@ def _add_coordinator(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_settings(coordinator, _COORDINATOR)
     _add_strict(coordinator)
     coordinator.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    replaceable = (
+        "SIGTERM ends this process and not the job, and the next one goes on from its records: for"
+        " clusters, which start it again"
+    )
+    coordinator.add_argument("--replaceable", action="store_true", help=replaceable)
     coordinator.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
     coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     coordinator.add_argument("--script-name", default="", help=argparse.SUPPRESS)

@@ -104,6 +104,13 @@ class Hello(_Message, frozen=True, kw_only=True):
     pid: int
 
 
+class NodeDraining(_Message, frozen=True, kw_only=True):
+    """The node has to leave within a grace; it stays until what it holds is durable."""
+
+    node: NodeId
+    reason: str
+
+
 class NodeReport(_Message, frozen=True, kw_only=True):
     """Everything the job must know of one node. Sent when it changes."""
 
@@ -387,6 +394,10 @@ class PersistSlots(_Message, frozen=True, kw_only=True):
     sources: dict[Rank, SnapshotId]
 
 
+class LeaveNow(_Message, frozen=True, kw_only=True):
+    """What a draining node held is durable, or need not be: it may leave, the job goes on."""
+
+
 class FinishJob(_Message, frozen=True, kw_only=True):
     """The job is over. With `finished` the ranks run on behind the resilient function; otherwise
     they end.
@@ -545,6 +556,7 @@ class RankProbe(_Message, frozen=True, kw_only=True):
 
 FromAgent = (
     Hello
+    | NodeDraining
     | NodeReport
     | FaultReported
     | HangSuspected
@@ -572,6 +584,7 @@ FromCoordinator = (
     | CancelCheckpoint
     | CheckpointsHeld
     | PersistSlots
+    | LeaveNow
     | FinishJob
 )
 FromRank = (
