@@ -218,7 +218,7 @@ def _workload_metadata(job: JobFile, name: str) -> Object:
 def _service_account(job: JobFile, role: str, component: str) -> Object:
     metadata = _metadata(job, f"{job.name}-{role}")
     metadata["labels"] = labels_of(job, component)
-    if job.storage.role_arn:
+    if job.storage.role_arn and component == AGENT:  # agents alone touch the store
         metadata["annotations"] = {"eks.amazonaws.com/role-arn": job.storage.role_arn}
     return {
         "apiVersion": "v1",
@@ -278,6 +278,7 @@ def _pod_monitor(job: JobFile) -> list[Object]:
             "kind": "PodMonitor",
             "metadata": _metadata(job, job.name),
             "spec": {
+                "jobLabel": "app.kubernetes.io/instance",
                 "selector": {"matchLabels": _instance(job)},
                 "podMetricsEndpoints": [{"port": METRICS, "path": "/metrics"}],
             },
