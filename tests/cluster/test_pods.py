@@ -45,8 +45,8 @@ def test_the_manifest_trains_through_everything_that_dies(
 def _assert_what_each_cost(job: PodsJob, summary: dict) -> None:
     opened = job.of_type(GenerationOpened)
     assert [g.source for g in opened] == ["nothing", "memory", "checkpoint", "memory", "memory"]
-    committed = {c.step for c in job.of_type(CheckpointCommitted)}
-    assert opened[2].step in committed and opened[2].step % 10, "one made for the pod that left"
+    assert len(job.notes("drain")) == 1, "the evicted pod made its state durable first"
+    assert opened[2].step in {c.step for c in job.of_type(CheckpointCommitted)}
     lost = [recovery["steps_lost"] for recovery in summary["recoveries"]]
     assert len(lost) == 4 and max(lost[0], lost[2], lost[3]) <= 1, lost
     # Processes of ranks: of whom the fault took nothing, the same one goes on.

@@ -13,23 +13,13 @@ import msgspec
 
 from stepfast.core.durable import CheckpointSettings, ShardFile
 from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
-from stepfast.core.terms import (
-    NO_GENERATION,
-    Generation,
-    JobId,
-    NodeId,
-    Rank,
-    SnapshotId,
-    Step,
-)
+from stepfast.core.terms import NO_GENERATION, Generation, JobId, NodeId, Rank, SnapshotId, Step
 from stepfast.errors import EXIT_TRY_AGAIN
 
 PROTOCOL_VERSION = 1
 AFTER_FINISH_LIMIT_S = 3600.0  # code behind the resilient function: a last export may take long
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024  # agent <-> coordinator; a larger one is refused
-RANK_MESSAGE_BYTES_MAX = (
-    128 * 1024
-)  # rank <-> agent; below the socket's buffer, so a send never splits
+RANK_MESSAGE_BYTES_MAX = 128 * 1024  # rank <-> agent; below the socket's buffer: never split
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -80,7 +80,8 @@ def _first_process(box: Box, write_end: int) -> None:
         os.chdir(box.working_directory)
         os.execvpe(box.command[0], box.command, box.environment)
     except OSError as error:
-        print(f"cannot start {box.command[0]}: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"cannot start {box.command[0]}: {error}\n")
+        sys.stderr.flush()
     finally:
         os._exit(EXIT_NOT_STARTED)
 

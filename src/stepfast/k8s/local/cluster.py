@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -93,7 +94,7 @@ class Cluster:
         self._write_hosts()
         ticking = asyncio.create_task(self._tick())
         try:
-            waits: set[asyncio.Future[object]] = {ticking, self._end}  # type: ignore[arg-type]  # a future is one
+            waits: set[asyncio.Future[Any]] = {ticking, self._end}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if ticking.done():
                 ticking.result()

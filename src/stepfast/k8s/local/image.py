@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-import stepfast
 from stepfast.errors import ConfigError
 from stepfast.k8s.local.box import Box
 from stepfast.k8s.local.root import Bind
@@ -44,7 +43,7 @@ class Image:
         launcher.write_text(_LAUNCHER.format(python=sys.executable))
         launcher.chmod(0o755)
         self._binaries = binaries
-        self._package = Path(stepfast.__file__).parent
+        self._package = Path(__file__).parents[2]  # its top, without importing it
         for prefix in {sys.prefix, sys.base_prefix} if not is_plain else set():
             if any(_is_below(prefix, place) for place in hidden):
                 raise ConfigError(f"Python lies in {prefix}, which a volume of the pods would hide")
