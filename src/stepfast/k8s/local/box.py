@@ -8,6 +8,7 @@ exit code is the container's, 128 + N for a signal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -20,7 +21,9 @@ from stepfast.k8s.local import kernel
 from stepfast.k8s.local.root import Bind, build_root
 
 EXIT_NOT_STARTED = 128
+END = signal.SIGUSR2  # to this process: the container is killed, with everything it left
 _SIGNALLED = 128
+_first_pids: list[int] = []  # one, once it stands; a signal's handler has nothing else to look at
 
 
 class Box(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +42,10 @@ class Box(msgspec.Struct, frozen=True, kw_only=True):
 def main() -> int:
     """Start the container, wait for its end."""
     box = msgspec.json.decode(sys.stdin.buffer.read(), type=Box)
-    kernel.die_with_parent(box.runner_pid)
+    # In a namespace the kernel ends everything with the first process, and that ends with this one.
+    # Without, this process has to look for what is left, and must outlive the runner for it.
+    signal.signal(END, _end_first)
+    kernel.die_with_parent(box.runner_pid, signal.SIGKILL if box.root is not None else END)
     # The runner's signals go to the container's first process; this one ends with it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -55,6 +61,7 @@ def main() -> int:
         os.close(read_end)
         _first_process(box, write_end)
     os.close(write_end)
+    _first_pids.append(pid)
     os.write(box.report_fd, b"%d\n" % pid)
     os.close(box.report_fd)
     code = _wait(pid)
@@ -75,7 +82,7 @@ def _first_process(box: Box, write_end: int) -> None:
             kernel.mount_processes(Path(box.root) / "proc")
             os.chroot(box.root)
             socket.sethostname(box.hostname)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, END):
             signal.signal(number, signal.SIG_DFL)
         os.chdir(box.working_directory)
         os.execvpe(box.command[0], box.command, box.environment)
@@ -84,6 +91,13 @@ def _first_process(box: Box, write_end: int) -> None:
         sys.stderr.flush()
     finally:
         os._exit(EXIT_NOT_STARTED)
+
+
+def _end_first(number: int, frame: object) -> None:
+    if not _first_pids:
+        os._exit(EXIT_NOT_STARTED)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(_first_pids[0], signal.SIGKILL)
 
 
 def _wait(pid: int) -> int:

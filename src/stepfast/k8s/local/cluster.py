@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from stepfast.errors import OperatingError
+from stepfast.k8s.local import box as boxes
 from stepfast.k8s.local import environment, machine
 from stepfast.k8s.local.box import Box
 from stepfast.k8s.local.image import Image
@@ -48,6 +49,7 @@ from stepfast.k8s.local.volumes import Volumes
 
 _TICK_S = 0.05
 _START_LIMIT_S = 30.0  # of a box: mounts and a fork
+_END_LIMIT_S = 5.0  # of one that was told to kill its container
 _LINE_BYTES_MAX = 1 << 20
 _NETS = range(1, 255)
 
@@ -103,10 +105,19 @@ class Cluster:
             ticking.cancel()
             for task in self._tasks:
                 task.cancel()
-            for process in self._processes.values():
-                with contextlib.suppress(ProcessLookupError):
-                    process.box.kill()  # whose container goes with it
-            for process in self._processes.values():
+            await self._end_boxes()
+
+    async def _end_boxes(self) -> None:
+        """Whatever still stands, which after an orderly end is nothing."""
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.box.send_signal(boxes.END)
+        for process in self._processes.values():
+            try:
+                async with asyncio.timeout(_END_LIMIT_S):
+                    await process.box.wait()
+            except TimeoutError:
+                process.box.kill()
                 await process.box.wait()
 
     def stop(self, signal_number: int) -> None:
@@ -201,7 +212,7 @@ class Cluster:
             return
         with contextlib.suppress(ProcessLookupError):
             if process.first_pid == 0:
-                process.box.kill()  # it does not stand yet: nobody could hear
+                process.box.send_signal(boxes.END)  # it does not stand yet: nobody could hear
             else:
                 os.kill(process.first_pid, signal.SIGKILL if is_kill else signal.SIGTERM)
 

@@ -42,9 +42,9 @@ def unshare(flags: int) -> None:
     _check(_libc().unshare(flags), "unshare")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL when the parent ends; at once if it has already."""
-    _check(_libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+def die_with_parent(parent_pid: int, number: int = signal.SIGKILL) -> None:
+    """This signal when the parent ends; SIGKILL at once if it has already."""
+    _check(_libc().prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
