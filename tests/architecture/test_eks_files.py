@@ -132,11 +132,23 @@ def test_versions_stand_in_one_place():
     assert {path.stem for path in CHARTS} == set(VERSIONS["charts"])
 
 
+def test_the_guide_installs_these_versions():
+    page = (ROOT / "docs" / "eks.md").read_text(encoding="utf-8")
+    released = dict(re.findall(r"kubernetes-sigs/(\w+)/releases/download/([^/]+)/", page))
+    assert released == VERSIONS["operators"]
+    charts = dict(re.findall(r"helm upgrade --install (\S+) \S+ --version (\S+)", page))
+    assert charts == VERSIONS["charts"]
+    named = set(re.findall(r"(?:--kubernetes(?:-version)?|Kubernetes) (1\.\d+)", page))
+    assert named == {VERSIONS["kubernetes"]}
+
+
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
 def test_the_validator_finds_nothing(path: Path, schemas: Schemas):
     target = Target(kubernetes=tuple(int(n) for n in VERSIONS["kubernetes"].split(".")))
     report = validate({path.name: path.read_bytes()}, target, schemas=schemas)
-    assert report.findings == ()
+    # The one pod that has to be root says so, and docs/eks.md that the validator is right.
+    allowed = {"pod-security"} if path.name == "storage-owner.yaml" else set()
+    assert {finding.rule for finding in report.findings} == allowed
     kinds = {unchecked.what.split(" ")[0] for unchecked in report.unchecked}
     assert not kinds or path.name == "queue.yaml", kinds  # Kueue's have no schema here
 
@@ -144,7 +156,8 @@ def test_the_validator_finds_nothing(path: Path, schemas: Schemas):
 def test_all_of_them_go_together_but_for_the_two_file_systems(schemas: Schemas):
     for left_out in EITHER_OR:
         contents = {p.name: p.read_bytes() for p in KUBERNETES if p.name != left_out}
-        assert validate(contents, Target(), schemas=schemas).findings == ()
+        report = validate(contents, Target(), schemas=schemas)
+        assert {finding.rule for finding in report.findings} == {"pod-security"}
 
 
 @pytest.mark.parametrize("path", CHARTS, ids=lambda path: path.name)
@@ -203,7 +216,7 @@ def test_the_bucket_removes_what_killed_writers_leave():
     assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
     objects = statements("s3-checkpoints.json")[1]["Resource"]
     assert [resource.rpartition(":::")[2] for resource in objects] == [
-        f"EXAMPLE-CHECKPOINTS/{rule['Filter']['Prefix']}*"
+        f"example-checkpoints/{rule['Filter']['Prefix']}*"
     ]
 
 
@@ -212,7 +225,7 @@ def test_every_file_says_that_it_was_never_applied():
         relative(path)
         for path in files(".yaml", ".toml", under=FOLDER)
         if not re.search(
-            r"[Nn]ever (been )?applied|was ever applied", path.read_text(encoding="utf-8")[:900]
+            r"[Nn]ever (applied|run)|was ever applied", path.read_text(encoding="utf-8")[:900]
         )
     ]
     assert silent == []

@@ -63,7 +63,7 @@ def action_of(method: str, path: str) -> tuple[str, str]:
 def allowed(action: str, resource: str, bucket: str) -> bool:
     """Whether the policy's words allow it: Allow alone, named actions, one star at an end."""
     for statement in json.loads(POLICY.read_text())["Statement"]:
-        patterns = [p.replace("EXAMPLE-CHECKPOINTS", bucket) for p in statement["Resource"]]
+        patterns = [p.replace("example-checkpoints", bucket) for p in statement["Resource"]]
         # a request to delete several names them in its body: the prefix is the store's
         fits = any(fnmatch.fnmatchcase(resource.replace("/*", "/runs/x"), p) for p in patterns)
         if action in statement["Action"] and fits:
