@@ -114,6 +114,37 @@ class JobConfig:
         "", "file with the token that agents must show; needed off loopback (or STEPFAST_TOKEN)"
     )
     join_limit_s: float = _setting(600.0, "how long nodes may take to join, seconds")
+    metrics_port: int = _setting(
+        0,
+        "port of /metrics, /healthz and /livez, at the address of --listen or --host, for anybody"
+        " who can reach it; 0: none",
+    )
+    slo_recovery_s: float | None = _setting(
+        None,
+        "no recovery shall take longer than this, seconds from the fault; one that does is an event"
+        " and counted (default: no objective)",
+    )
+    slo_steps_lost: int | None = _setting(
+        None, "no recovery shall cost more steps than this; as above (default: no objective)"
+    )
+    health_check: str = _setting(
+        "",
+        "a command that says whether this node is fit, by its exit code and JSON on its output; run"
+        " without a shell before each join and rejoin",
+    )
+    health_unknown: str = _setting(
+        "admit",
+        "admit, or refuse: what is done with a node of which something could not be looked at",
+    )
+    health_gpus: int = _setting(
+        0, "how many GPUs this node has; fewer: it is unfit; 0: as many as /dev has"
+    )
+    health_efas: int = _setting(
+        0, "how many EFA adapters this node has; fewer: it is unfit; 0: as many as there are"
+    )
+    health_limit_s: float = _setting(
+        30.0, "a health check may take this long, seconds; a node whose check takes longer is unfit"
+    )
 
     @property
     def world_size(self) -> int:
@@ -126,6 +157,7 @@ CHOICES = {
     "hang": ("recover", "report"),
     "on_damage": ("fall-back", "stop"),
     "device": ("auto", "cpu", "cuda"),
+    "health_unknown": ("admit", "refuse"),
 }
 _AT_LEAST = {
     "nodes": 1,
@@ -136,7 +168,13 @@ _AT_LEAST = {
     "checkpoint_interval_s": 0,
     "keep_checkpoints": 1,
     "keep_every_steps": 0,
+    "metrics_port": 0,
+    "slo_steps_lost": 0,
+    "health_gpus": 0,
+    "health_efas": 0,
 }
+_TABLES = ("slo", "health")  # a key K of table T is the setting T_K
+_PORT_MAX = 65535
 SETTINGS = {f.name: f for f in fields(JobConfig)}
 
 
@@ -168,10 +206,28 @@ def _from_file(file: Path | None) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    for key in table:
-        if key not in SETTINGS:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key in _TABLES and isinstance(value, dict):
+            found.update(_from_table(path, key, value))
+        elif key not in SETTINGS:
             raise ConfigError(f"{path}: unknown key {key!r}{_suggestion(key)}")
-    return table
+        else:
+            found[key] = value
+    return found
+
+
+def _from_table(path: Path, name: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a table; they have its name in front."""
+    known = {key.removeprefix(f"{name}_") for key in SETTINGS if key.startswith(f"{name}_")}
+    for key in table:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = (
+                f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(sorted(known))}"
+            )
+            raise ConfigError(f"{path}: unknown key {key!r} in [{name}]{hint}")
+    return {f"{name}_{key}": value for key, value in table.items()}
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -232,6 +288,12 @@ def _check_whole(config: JobConfig) -> None:
             f"job_id {config.job_id!r} must be letters, digits, '.', '_' and '-', at most 63"
         )
     split_address(config.listen)
+    if config.metrics_port > _PORT_MAX:
+        raise ConfigError(f"metrics_port must be at most {_PORT_MAX}, not {config.metrics_port}")
+    for key in ("slo_recovery_s", "health_limit_s"):
+        seconds = getattr(config, key)
+        if seconds is not None and not seconds > 0:
+            raise ConfigError(f"{key} must be above 0, not {seconds:g}")
     metadata_of(config)
     rate = config.checkpoint_bytes_per_s
     if rate is not None and not rate > 0:

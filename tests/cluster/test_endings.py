@@ -219,6 +219,8 @@ def test_off_loopback_a_token_is_needed_and_a_wrong_one_refused(tmp_path: Path):
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("the right one\n")
     wrong.write_text("another\n")
+    for file in (right, wrong):
+        file.chmod(0o440)  # as a pod with an fsGroup sees a Secret
     with coordinator(tmp_path, *listen, "--token-file", right) as job:
         port = port_of(job)
         with (

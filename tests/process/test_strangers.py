@@ -100,6 +100,7 @@ class Port:
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[Port]:
     (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
     flags = ("--nodes", 3, "--token-file", tmp_path / "token", "--job-dir", tmp_path / "job")
     limited = ("prlimit", f"--nofile={DESCRIPTORS}")
     with Job(tmp_path, [*limited, *STEPFAST, "coordinator", *flags]) as job:

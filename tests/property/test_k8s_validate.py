@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepfast.k8s.target import Target
 from stepfast.k8s.validate.schemas import Schemas
-from stepfast.k8s.validate.target import Target
 from stepfast.k8s.validate.validate import validate
 
 MANIFESTS = Path(__file__).parent.parent / "unit" / "k8s_manifests"

@@ -46,6 +46,22 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path):
         ("listen = '7070'", {}, {}, "HOST:PORT"),
         ("", {}, {"nodes": 100, "nproc_per_node": 100}, "10000 ranks"),
         ("", {}, {"checkpoint_bytes_per_s": 0.0}, "above 0"),
+        (
+            "[slo]\nrecover_s = 1.0",
+            {},
+            {},
+            "unknown key 'recover_s' in [slo]; did you mean 'recovery_s'",
+        ),
+        ("[slo]\nx = 1.0", {}, {}, "in [slo]; it has recovery_s, steps_lost"),
+        ("[slow]\nx = 1.0", {}, {}, "unknown key 'slow'"),
+        ("slo = 1.0", {}, {}, "unknown key 'slo'"),
+        ("[slo]\nrecovery_s = 0", {}, {}, "slo_recovery_s must be above 0"),
+        ("[slo]\nrecovery_s = 'fast'", {}, {}, "must be a number"),
+        ("[slo]\nsteps_lost = -1", {}, {}, "at least 0"),
+        ("[health]\nunknown = 'maybe'", {}, {}, "admit, refuse"),
+        ("[health]\nlimit_s = -1", {}, {}, "above 0"),
+        ("metrics_port = 70000", {}, {}, "at most 65535"),
+        ("metrics_port = -1", {}, {}, "at least 0"),
         ("snapshot_interval_steps = 3", {}, {"checkpoint_interval_steps": 4}, "choose 3"),
         ("snapshot_interval_steps = 3", {}, {"checkpoint_interval_steps": 2}, "choose 3"),
     ],
@@ -56,6 +72,13 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, environment, flags, w
     assert words in str(caught.value)
     assert "\n" not in str(caught.value).strip()
     assert caught.value.exit_code == EXIT_USER_ERROR
+
+
+def test_tables_of_the_file_are_settings_like_all_others(tmp_path):
+    text = "[slo]\nrecovery_s = 1\nsteps_lost = 0\n[health]\nunknown = 'refuse'\ngpus = 8\n"
+    config = load(tmp_path, text, {"STEPFAST_HEALTH_GPUS": "4"}, slo_steps_lost=2)
+    assert (config.slo_recovery_s, config.slo_steps_lost) == (1.0, 2)
+    assert (config.health_unknown, config.health_gpus) == ("refuse", 4)
 
 
 def test_a_missing_file_that_was_named_is_refused(tmp_path):

@@ -9,12 +9,12 @@ import pytest
 
 from stepfast.cli.main import main
 from stepfast.errors import ConfigError
+from stepfast.k8s.target import Target
 from stepfast.k8s.validate.documents import read_documents
 from stepfast.k8s.validate.findings import Finding, Report
 from stepfast.k8s.validate.lints.rules import CHECKLIST, RULES, SCHEMA
 from stepfast.k8s.validate.quantities import quantity
 from stepfast.k8s.validate.schemas import Schemas
-from stepfast.k8s.validate.target import Target
 from stepfast.k8s.validate.validate import validate
 
 MANIFESTS = Path(__file__).parent / "k8s_manifests"

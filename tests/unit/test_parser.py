@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stepfast.cli.main import main
-from stepfast.cli.parser import parse
+from stepfast.cli.parser import AGENT_ONLY, parse
+from stepfast.cli.run import flags_of
+from stepfast.config import SETTINGS, JobConfig
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,12 @@ def test_what_is_mistyped_is_answered_with_what_is_near(
 def test_what_stands_behind_the_script_is_the_scripts() -> None:
     options = parse(["run", "--strict", "train.py", "--strikt", "x", "y"])
     assert options.script_args == ["--strikt", "x", "y"]
+
+
+def test_a_coordinator_is_given_flags_that_it_knows_alone() -> None:
+    values: dict[str, object] = {"int": 3, "float": 2.0, "str": "x", "tuple": ("x", "y")}
+    given = {name: values[str(s.type).split("[")[0].split(" ")[0]] for name, s in SETTINGS.items()}
+    flags = flags_of(JobConfig(**given))
+    options = parse(["coordinator", *flags])
+    taken = {name for name in SETTINGS if hasattr(options, name)}
+    assert set(SETTINGS) - taken == {*AGENT_ONLY, "token_file"}

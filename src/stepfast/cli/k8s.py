@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 
+from stepfast.cli.k8s_render import run_render
 from stepfast.cli.k8s_validate import run_validate
 
 
 def run_k8s(options: argparse.Namespace) -> int:
     """One subcommand, and its exit code."""
     match options.k8s_command:
+        case "render":
+            return run_render(options)
         case "validate":
             return run_validate(options)
     raise AssertionError(f"no such command: {options.k8s_command}")

@@ -60,11 +60,11 @@ def add_validate_flags(parser: argparse.ArgumentParser) -> None:
 def run_validate(options: argparse.Namespace) -> int:
     """Prints the report; 1 where it has findings."""
     try:
+        from stepfast.k8s.target import Target, parse_version
         from stepfast.k8s.validate.findings import ordered
         from stepfast.k8s.validate.lints.rules import RULES
         from stepfast.k8s.validate.schemas import Schemas
         from stepfast.k8s.validate.server import dry_run
-        from stepfast.k8s.validate.target import Target, parse_version
         from stepfast.k8s.validate.validate import validate
     except ModuleNotFoundError as error:
         raise ConfigError(f"this needs {error.name}: pip install 'stepfast[k8s]'") from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from stepfast.checkpoint.store import check_slashes
 from stepfast.cli.parser import parse
+from stepfast.cli.token import read_token
 from stepfast.config import (
     LOOPBACK_HOSTS,
     SETTINGS,
@@ -121,13 +122,7 @@ def _checked_script(script: str) -> str:
 def _token(config: JobConfig) -> str | None:
     """The job's token; never logged, never in an event."""
     if config.token_file:
-        try:
-            token = Path(config.token_file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the token file {config.token_file}: {error}") from error
-        if not token:
-            raise ConfigError(f"the token file {config.token_file} is empty")
-        return token
+        return read_token(Path(config.token_file))
     # Taken out: what is started from here has no use for it, but for what is given it on purpose.
     return os.environ.pop("STEPFAST_TOKEN", "") or None
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import stepfast
+from stepfast.cli.k8s_render import RENDER_EXAMPLES, add_render_flags
 from stepfast.cli.k8s_validate import VALIDATE_EXAMPLES, add_validate_flags
 from stepfast.config import CHOICES, SETTINGS
 from stepfast.errors import ConfigError
@@ -43,9 +44,13 @@ _JOB = (
     "preload",
     "fault",
     "join_limit_s",
+    "metrics_port",
+    "slo_recovery_s",
+    "slo_steps_lost",
 )
+_HEALTH = ("health_check", "health_unknown", "health_gpus", "health_efas", "health_limit_s")
 _COORDINATOR = (*_JOB, "listen", "token_file")
-_AGENT = ("host", "token_file", "join_limit_s")
+_AGENT = ("host", "token_file", "join_limit_s", "metrics_port", *_HEALTH)
 _DOCTOR = ("nproc_per_node", "job_dir", "checkpoints", "memory_dir")
 _RUN = (*_JOB, "listen", "token_file")
 
@@ -69,6 +74,8 @@ _DOCTOR_EXAMPLES = """examples:
   stepfast doctor --checkpoints s3://bucket/run-7 --json
 """
 _K8S_EXAMPLES = """examples:
+  stepfast k8s render examples/job.toml
+  stepfast k8s render --kind job --kubernetes 1.33 examples/job.toml
   stepfast k8s validate manifests/*.yaml
 """
 _CKPT_EXAMPLES = """URL: a store (a path, s3://bucket/prefix), a job directory, or one checkpoint.
@@ -93,7 +100,10 @@ _METAVARS = {  # where a setting's last word does not say it
     "preload": "MODULE",
     "summary": "FILE",
     "listen": "HOST:PORT",
+    "metrics_port": "PORT",
+    "health_check": "CMD",
 }
+AGENT_ONLY = ("host", *_HEALTH)  # what a coordinator has no use for
 
 
 class _Parser(argparse.ArgumentParser):
@@ -202,6 +212,8 @@ def _add_k8s(commands: argparse._SubParsersAction[_Parser]) -> None:
     below = k8s.add_subparsers(
         dest="k8s_command", metavar="COMMAND", required=True, parser_class=_Parser
     )
+    text = "Write a job file as YAML for a cluster."
+    add_render_flags(_command(below, "render", text, RENDER_EXAMPLES))
     text = "Check manifests: 25 properties, strict schemas, what API servers refuse."
     add_validate_flags(_command(below, "validate", text, VALIDATE_EXAMPLES))
 
@@ -305,9 +317,9 @@ def _add_settings(parser: argparse.ArgumentParser, names: tuple[str, ...]) -> No
 def _metavar(name: str, kind: str) -> str:
     if name in CHOICES:
         return "|".join(CHOICES[name])
-    if kind.startswith("int"):
-        return "N"
-    return _METAVARS.get(name, name.rsplit("_", 1)[-1].upper())
+    if name in _METAVARS:
+        return _METAVARS[name]
+    return "N" if kind.startswith("int") else name.rsplit("_", 1)[-1].upper()
 
 
 def _add_strict(parser: argparse.ArgumentParser) -> None:

@@ -23,11 +23,18 @@ from typing import IO
 from stepfast.agent import memory
 from stepfast.agent.daemon import KEPT_MARK
 from stepfast.checkpoint.arena import job_slots
+from stepfast.cli.parser import AGENT_ONLY
 from stepfast.cli.serve import SUMMARY_FILE, listen, new_job_dir
 from stepfast.config import JobConfig
 from stepfast.core.durable import DRAIN_LIMIT_S
 from stepfast.core.terms import JobId
-from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
+from stepfast.errors import (
+    EXIT_FINISHED,
+    EXIT_NODE_UNFIT,
+    EXIT_TRY_AGAIN,
+    EXIT_USER_ERROR,
+    ConfigError,
+)
 from stepfast.health import limits
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.runtime.descendants import ProcessTable, try_signal
@@ -163,7 +170,7 @@ class _Cluster:
         arguments = ["coordinator", "--listen-fd", str(listen_fd), "--marked", *more]
         if self._check_of is not None:
             arguments += ["--check-of", self._check_of]
-        arguments += ["--script-name", self._script, *_flags_of(self._config)]
+        arguments += ["--script-name", self._script, *flags_of(self._config)]
         return self._start("coordinator", arguments, pass_fds=(listen_fd,))
 
     def _try_restart_coordinator(self) -> bool:
@@ -181,8 +188,9 @@ class _Cluster:
         return True
 
     def _start_agent(self, node: int, address: str) -> _Child:
-        arguments = ["agent", "--coordinator", address, "--node", str(node), "--", self._script]
-        return self._start(f"node {node}", [*arguments, *self._script_args])
+        arguments = ["agent", "--coordinator", address, "--node", str(node)]
+        arguments += ["--metrics-port", "0"]  # one port of one machine: the coordinator has it
+        return self._start(f"node {node}", [*arguments, "--", self._script, *self._script_args])
 
     def _start(self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> _Child:
         parent = ["--parent-pid", str(os.getpid())]
@@ -210,7 +218,8 @@ class _Cluster:
             leaves_with_its_job = code >= 0 and time.monotonic() - child.ended_at < _LEAVE_S
             if code == EXIT_FINISHED or leaves_with_its_job:
                 continue
-            if code == EXIT_USER_ERROR or child.restarts_in_a_row >= _RESTARTS_MAX:
+            is_final = code in (EXIT_USER_ERROR, EXIT_NODE_UNFIT)  # this machine stays what it is
+            if is_final or child.restarts_in_a_row >= _RESTARTS_MAX:
                 self._code_of_agent = code if code > 0 else EXIT_TRY_AGAIN
                 self.stop(signal.SIGTERM)
                 continue
@@ -276,12 +285,12 @@ class _Cluster:
         return shown
 
 
-def _flags_of(config: JobConfig) -> list[str]:
+def flags_of(config: JobConfig) -> list[str]:
     """The settings as flags: the coordinator gets what this process read."""
     flags: list[str] = []
     for name in JobConfig.__dataclass_fields__:
         value = getattr(config, name)
-        if name in ("host", "token_file") or value in ("", None, ()):
+        if name in AGENT_ONLY or name == "token_file" or value in ("", None, ()):
             continue
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, tuple):

@@ -14,7 +14,7 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-from stepfast.k8s.validate.target import Version, version_text
+from stepfast.k8s.target import Version, version_text
 
 _KIND = re.compile(r"[A-Za-z][A-Za-z0-9]{0,99}\Z")
 _API_VERSION = re.compile(r"(?:([a-z0-9-]{1,63})(?:\.[a-z0-9.-]{1,200})?/)?(v[a-z0-9]{1,30})\Z")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from stepfast.k8s.target import Target
 from stepfast.k8s.validate.documents import Document, Node
-from stepfast.k8s.validate.target import Target
 from stepfast.k8s.validate.workload import Workload, find_workloads
 
 

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from stepfast.k8s.target import Target
 from stepfast.k8s.validate.cel import check_cel
 from stepfast.k8s.validate.core_schema import core_schema, is_core, why_none
 from stepfast.k8s.validate.crds import CustomKind, known_as, read_crds
@@ -17,7 +18,6 @@ from stepfast.k8s.validate.documents import Document, Node
 from stepfast.k8s.validate.findings import Unchecked
 from stepfast.k8s.validate.operator_schema import operator_schema
 from stepfast.k8s.validate.scene import Hit
-from stepfast.k8s.validate.target import Target
 from stepfast.k8s.validate.workload import find_workloads
 
 HITS_MAX = 50  # of one document: who has more has another kind of file

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from stepfast.k8s.target import Target
 from stepfast.k8s.validate.documents import (
     Document,
     Key,
@@ -20,7 +21,6 @@ from stepfast.k8s.validate.findings import Finding, Report, Unchecked, ordered
 from stepfast.k8s.validate.lints.rules import RULES, SCHEMA
 from stepfast.k8s.validate.scene import Hit, Scene
 from stepfast.k8s.validate.schemas import Schemas
-from stepfast.k8s.validate.target import Target
 
 
 def validate(

@@ -14,8 +14,8 @@ from enum import Enum
 from fractions import Fraction
 from itertools import pairwise
 
+from stepfast.k8s.instances import INSTANCE_TYPES, InstanceType
 from stepfast.k8s.validate.documents import Document, Node
-from stepfast.k8s.validate.hardware import INSTANCE_TYPES, InstanceType
 from stepfast.k8s.validate.quantities import quantity
 
 GPU = "nvidia.com/gpu"
@@ -146,6 +146,17 @@ def commands(container: Node) -> list[Node]:
     places = [container.at("command"), container.at("args")]
     places += [hooks.at(hook, "exec", "command") for hook in ("postStart", "preStop")]
     return [word for place in places for word in place.items if word.text]
+
+
+def flag_values(container: Node, flag: str) -> list[Node]:
+    """What a container's command gives for a flag, as `--flag value` or as `--flag=value`."""
+    words, found = commands(container), []
+    for index, word in enumerate(words):
+        if word.text == flag:
+            found += words[index + 1 : index + 2]
+        elif word.text.startswith(f"{flag}="):
+            found.append(Node(word.document, word.path, word.text.removeprefix(f"{flag}=")))
+    return found
 
 
 def environment(container: Node) -> list[Node]:

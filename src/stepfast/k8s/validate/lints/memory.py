@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import pairwise
 
+from stepfast.k8s.instances import ALLOCATABLE_SHARE
 from stepfast.k8s.validate.documents import Node
 from stepfast.k8s.validate.quantities import gib, plain, quantity
 from stepfast.k8s.validate.scene import Hit, Scene
 from stepfast.k8s.validate.workload import (
     GPU,
     Workload,
-    commands,
     environment_value,
+    flag_values,
     requested,
 )
 
 SNAPSHOT_BYTES = "stepfast.dev/snapshot-bytes"
 WORKING_SET_BYTES = "stepfast.dev/working-set-bytes"
-ALLOCATABLE_SHARE = Fraction(95, 100)  # the rest is for DaemonSets and the EFA driver's pages
 _SHM = "/dev/shm"  # a mount path in a pod
 
 
@@ -71,7 +70,7 @@ def memory_volumes(scene: Scene) -> Iterator[Hit]:
             yield from _bounded(volume)
         if workload.is_worker:
             yield from _shared_memory(workload, volumes)
-            yield from _snapshots(workload, volumes)
+            yield from _snapshots(scene, workload, volumes)
         yield from _counted(workload, list(volumes.values()))
 
 
@@ -113,21 +112,21 @@ def _shared_memory(workload: Workload, volumes: dict[str, Node]) -> Iterator[Hit
         yield Hit(volume, reason, "make it an emptyDir of medium Memory with a sizeLimit")
 
 
-def memory_dir(workload: Workload) -> Node | None:
-    """Where the agent is told to keep its snapshots."""
-    for container in workload.containers:
-        words = commands(container)
-        for flag, value in pairwise(words):
-            if flag.text == "--memory-dir":
-                return value
-        value_of = environment_value(container, "STEPFAST_MEMORY_DIR")
-        if value_of is not None:
-            return value_of
+def memory_dir(scene: Scene, workload: Workload) -> Node | None:
+    """Where its snapshots go: as the agent is told, else as the job's coordinator tells it."""
+    for teller in (workload, *scene.coordinators):
+        if teller.document.namespace != workload.document.namespace:
+            continue
+        for container in teller.containers:
+            told = flag_values(container, "--memory-dir")
+            value_of = environment_value(container, "STEPFAST_MEMORY_DIR")
+            if told or value_of is not None:
+                return told[0] if told else value_of
     return None
 
 
-def _snapshots(workload: Workload, volumes: dict[str, Node]) -> Iterator[Hit]:
-    told = memory_dir(workload)
+def _snapshots(scene: Scene, workload: Workload, volumes: dict[str, Node]) -> Iterator[Hit]:
+    told = memory_dir(scene, workload)
     if told is None or not told.text:
         return
     if told.text == _SHM or told.text.startswith(_SHM + "/"):

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 
 from stepfast.k8s.validate.documents import Document, Node
 from stepfast.k8s.validate.scene import Hit, Scene, pod_labels
-from stepfast.k8s.validate.workload import Workload, commands, environment
+from stepfast.k8s.validate.workload import Workload, commands, environment, flag_values
 
 NAME_MAX = 63
 _POD_SUFFIX = "-xxxxx"  # a generated pod name ends in a dash and five characters
@@ -216,10 +215,7 @@ def _called_coordinator(scene: Scene, workload: Workload) -> Iterator[Hit]:
         for hostname in pod_hostnames(c)
     }
     for container in workload.containers:
-        words = commands(container)
-        for flag, value in pairwise(words):
-            if flag.text != "--coordinator":
-                continue
+        for value in flag_values(container, "--coordinator"):
             host = value.text.rpartition(":")[0]
             pod, _, domain = host.partition(".")
             if not domain and not host.startswith("$("):

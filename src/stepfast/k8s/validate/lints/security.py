@@ -5,9 +5,9 @@ Owns: rules `pod-security` and `access`. Does not own: what the program does ins
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
+from stepfast.k8s.environment import is_secret
 from stepfast.k8s.validate.documents import Node
 from stepfast.k8s.validate.scene import Hit, Scene
 from stepfast.k8s.validate.workload import Workload, environment
@@ -23,14 +23,6 @@ _VOLUMES = {
     "projected",
     "secret",
 }
-_SECRET_NAME = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY|CREDENTIALS?)\b", re.IGNORECASE
-)
-_SECRET_PATH = re.compile(r"(FILE|PATH|DIR|URL|NAME)\Z", re.IGNORECASE)
-_SECRET_VALUE = re.compile(
-    r"(AKIA|ASIA)[A-Z0-9]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
-    r"|\bsk-[A-Za-z0-9_-]{20,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
 _ROLES = ("Role", "ClusterRole")
 _NODE_DELETERS = {"delete", "deletecollection"}
 
@@ -134,9 +126,7 @@ def _literal(entry: Node) -> Iterator[Hit]:
     name, value = entry.at("name").text, entry.at("value")
     if not value.text or value.text.startswith("$("):
         return
-    looks = _SECRET_VALUE.search(value.text) is not None
-    called = _SECRET_NAME.search(name) is not None and _SECRET_PATH.search(name) is None
-    if looks or called:
+    if is_secret(name, value.text):
         reason = f"{name} is a secret that everybody can read who can read the manifest"
         yield Hit(value, reason, "use valueFrom.secretKeyRef, or a mounted Secret")
 

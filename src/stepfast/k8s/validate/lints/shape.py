@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stepfast.k8s.instances import CLAIMED_TYPES, INSTANCE_TYPES
 from stepfast.k8s.validate.documents import Node
-from stepfast.k8s.validate.hardware import CLAIMED_TYPES, INSTANCE_TYPES
 from stepfast.k8s.validate.quantities import plain, quantity
 from stepfast.k8s.validate.scene import Hit, Scene
 from stepfast.k8s.validate.workload import (

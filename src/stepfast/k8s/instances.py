@@ -1,13 +1,20 @@
 """Accelerated EC2 instance types: what a node has, and what a pod on it may ask for.
 
 Owns: the table, from Karpenter's reference of instance types (August 2026); memory is its
-allocatable figure where it gives one, and 94 % of the type's otherwise. Does not own: what is
-subtracted from it by other pods.
+allocatable figure where it gives one, and 94 % of the type's otherwise. Does not own: what the
+user says of nodes that are not in it.
 """
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
+from fractions import Fraction
+
+from stepfast.errors import ConfigError
+
+# Daemons, and the pages that EFA's driver keeps, are not in the allocatable figures.
+ALLOCATABLE_SHARE = Fraction(95, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +25,16 @@ class InstanceType:
     efas: int
     cpu_milli: int
     memory_mib: int
+
+    @property
+    def pod_cpus(self) -> int:
+        """Whole CPUs that a pod which has the node to itself may ask for."""
+        return int(Fraction(self.cpu_milli, 1000) * ALLOCATABLE_SHARE)
+
+    @property
+    def pod_memory_gib(self) -> int:
+        """Memory that such a pod may ask for."""
+        return int(Fraction(self.memory_mib, 1024) * ALLOCATABLE_SHARE)
 
 
 def _of(gpus: int, efas: int, vcpus: int, memory_gib: int, memory_mib: int = 0) -> InstanceType:
@@ -44,3 +61,16 @@ INSTANCE_TYPES = {
 }
 # Their GPUs come by resource claims (DRA) and compute domains: another shape of manifest.
 CLAIMED_TYPES = ("p6e-gb200.", "u-p6e-gb200x")
+
+
+def instance_of(name: str) -> InstanceType:
+    """The instance type of this name. Raises ConfigError where the table has none."""
+    if name.startswith(CLAIMED_TYPES):
+        raise ConfigError(
+            f"nodes.instance {name}: its GPUs need resource claims (DRA), which are not rendered"
+        )
+    if name not in INSTANCE_TYPES:
+        near = difflib.get_close_matches(name, INSTANCE_TYPES, n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]}?" if near else "; give nodes.resources instead"
+        raise ConfigError(f"nodes.instance {name} is not in the table{hint}")
+    return INSTANCE_TYPES[name]
