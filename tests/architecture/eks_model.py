@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from stepfast.k8s.instances import INSTANCE_TYPES
 from stepfast.k8s.validate.documents import read_documents
-from stepfast.k8s.validate.hardware import INSTANCE_TYPES
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]

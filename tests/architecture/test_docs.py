@@ -29,9 +29,6 @@ DOCUMENTS = [
     "tests/README.md",
 ]
 
-# Commands of which a page speaks before they are there.
-COMING = [["k8s", "render"]]
-
 _FENCE = re.compile(r"^\s*(```+|~~~+)(.*)$")
 _LINK = re.compile(r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
@@ -130,15 +127,9 @@ def test_documented_commands_parse():
             words = shlex.split(arguments, comments=True)
             ends = [words.index(word) for word in ("&", "&&", "|", ">") if word in words]
             words = words[: min(ends, default=len(words))]
-            is_coming = any(words[: len(name)] == name for name in COMING)
-            if (complaint := complaint_about(words)) and not is_coming:
+            if complaint := complaint_about(words):
                 refused.append(f"{relative(path)}:{number}: stepfast {arguments}: {complaint}")
     assert refused == []
-
-
-@pytest.mark.parametrize("name", COMING, ids=" ".join)
-def test_what_is_coming_is_not_there_yet(name: list[str]):
-    assert "invalid choice" in complaint_about(name), "it is there: take it out of COMING"
 
 
 def test_a_command_is_found_in_a_fenced_block(tmp_path: Path):

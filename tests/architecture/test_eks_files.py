@@ -13,8 +13,9 @@ import pytest
 
 from architecture.eks_model import complaints, one_document, read_cluster
 from architecture.source_tree import ROOT, files, relative
+from stepfast.cli.main import main
+from stepfast.k8s.target import Target
 from stepfast.k8s.validate.schemas import Schemas
-from stepfast.k8s.validate.target import Target
 from stepfast.k8s.validate.validate import validate
 
 FOLDER = ROOT / "deploy" / "eks"
@@ -24,7 +25,9 @@ RESERVED = FOLDER / "nodes-p5-reserved.yaml"
 BLOCK = FOLDER / "nodes-p5-capacity-block.yaml"
 GPU_GROUPS = (RESERVED, BLOCK)
 KUBERNETES = sorted((FOLDER / "kubernetes").glob("*.yaml"))
+JOBS = sorted((FOLDER / "jobs").glob("*.toml"))
 CHARTS = sorted((FOLDER / "helm").glob("*.yaml"))
+TARGET = Target(kubernetes=tuple(int(n) for n in VERSIONS["kubernetes"].split(".")))
 POLICIES = ("s3-checkpoints.json", "fsx-csi.json")
 # One deletes and one keeps: either file may hold the claim, and they are never applied together.
 EITHER_OR = {"storage-fsx.yaml", "storage-fsx-existing.yaml"}
@@ -144,8 +147,7 @@ def test_the_guide_installs_these_versions():
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.name)
 def test_the_validator_finds_nothing(path: Path, schemas: Schemas):
-    target = Target(kubernetes=tuple(int(n) for n in VERSIONS["kubernetes"].split(".")))
-    report = validate({path.name: path.read_bytes()}, target, schemas=schemas)
+    report = validate({path.name: path.read_bytes()}, TARGET, schemas=schemas)
     # The one pod that has to be root says so, and docs/eks.md that the validator is right.
     allowed = {"pod-security"} if path.name == "storage-owner.yaml" else set()
     assert {finding.rule for finding in report.findings} == allowed
@@ -156,8 +158,32 @@ def test_the_validator_finds_nothing(path: Path, schemas: Schemas):
 def test_all_of_them_go_together_but_for_the_two_file_systems(schemas: Schemas):
     for left_out in EITHER_OR:
         contents = {p.name: p.read_bytes() for p in KUBERNETES if p.name != left_out}
-        report = validate(contents, Target(), schemas=schemas)
+        report = validate(contents, TARGET, schemas=schemas)
         assert {finding.rule for finding in report.findings} == {"pod-security"}
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+@pytest.mark.parametrize("kind", ["jobset", "job", "trainjob"])
+def test_a_job_file_is_rendered_without_a_finding(
+    path: Path, kind: str, schemas: Schemas, capsys: pytest.CaptureFixture[str]
+):
+    version = VERSIONS["kubernetes"]
+    assert main(["k8s", "render", "--kind", kind, "--kubernetes", version, str(path)]) == 0
+    contents = {path.name: capsys.readouterr().out.encode()}
+    contents["namespace.yaml"] = (FOLDER / "kubernetes" / "namespace.yaml").read_bytes()
+    report = validate(contents, TARGET, schemas=schemas)
+    assert report.findings == ()
+    assert report.unchecked == ()
+
+
+def test_the_jobs_accounts_are_those_that_may_write():
+    cluster = read_cluster(CLUSTER.read_bytes())
+    first = tomllib.loads((FOLDER / "jobs" / "first.toml").read_text(encoding="utf-8"))
+    given = {
+        (each.namespace, each.service_account_name)
+        for each in cluster.iam.pod_identity_associations
+    }
+    assert given == {(first["namespace"], f"{first['name']}-{role}") for role in ("node", "coord")}
 
 
 @pytest.mark.parametrize("path", CHARTS, ids=lambda path: path.name)
