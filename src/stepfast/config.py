@@ -121,8 +121,8 @@ class JobConfig:
     )
     slo_recovery_s: float | None = _setting(
         None,
-        "no recovery shall take longer than this, seconds from the fault; one that does is an event"
-        " and counted (default: no objective)",
+        "no recovery shall take longer than this, seconds from its detection; one that does is an"
+        " event and counted (default: no objective)",
     )
     slo_steps_lost: int | None = _setting(
         None, "no recovery shall cost more steps than this; as above (default: no objective)"

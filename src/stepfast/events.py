@@ -42,6 +42,30 @@ class NodeLeft(_Event, frozen=True, kw_only=True):
     reason: str
 
 
+class CheckFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What one health check found, where it is not that all is well."""
+
+    check: str
+    verdict: str  # "unhealthy" or "unknown"
+    evidence: str
+    change: str = ""
+
+
+class NodeChecked(_Event, frozen=True, kw_only=True):
+    """A node was looked at before it joins; one that is not `admitted` has left with exit code 85.
+
+    `verdict` is the worst one: "unhealthy", then "unknown", then "healthy".
+    """
+
+    node: int
+    occasion: str  # "join", or "rejoin" where the agent had a connection before
+    verdict: str
+    admitted: bool
+    seconds: float
+    healthy: tuple[str, ...]  # the checks that found nothing
+    findings: tuple[CheckFinding, ...]
+
+
 class FaultSeen(_Event, frozen=True, kw_only=True):
     """A fault was observed. `collateral`: believed to be the consequence of another."""
 
@@ -118,6 +142,16 @@ class Recovered(_Event, frozen=True, kw_only=True):
     restore_s: float
     first_step_s: float
     total_s: float
+
+
+class SloBreached(_Event, frozen=True, kw_only=True):
+    """The recovery just recorded took more than its objective allows: seconds, or steps."""
+
+    objective: str  # "recovery_s" or "steps_lost", as in the table [slo]
+    limit: float
+    value: float
+    generation: int
+    kind: str
 
 
 class CheckpointCommitted(_Event, frozen=True, kw_only=True):
@@ -197,11 +231,13 @@ Event = (
     JobOpened
     | NodeJoined
     | NodeLeft
+    | NodeChecked
     | FaultSeen
     | DecisionMade
     | GenerationOpened
     | GenerationRunning
     | Recovered
+    | SloBreached
     | CheckpointCommitted
     | CheckpointLost
     | CheckpointsVanished

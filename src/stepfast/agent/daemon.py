@@ -25,6 +25,7 @@ from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
 from stepfast.agent.first_look import refuse_without_store
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
+from stepfast.agent.status import NodeStatus
 from stepfast.agent.tail import LogTail, log_tail
 from stepfast.checkpoint.arena import job_slots, make_private, sealed_slots
 from stepfast.core import node
@@ -142,6 +143,7 @@ class Agent:
         )
         state = NodeState(node=node_id, host=host, pid=os.getpid(), slot_root="", log_root="")
         self._driver: Driver[NodeState, NodeInput] = Driver(node.step, state, self, clock)
+        self.status = NodeStatus(clock, lambda: self._driver.state)
 
     def stop(self, reason: str) -> None:
         """End this node in order."""
@@ -194,6 +196,7 @@ class Agent:
         looked_at = 0.0
         while True:
             await asyncio.sleep(_TICK_S)
+            self.status.turned()
             ranks = self._driver.state.ranks.items()
             awaited = [r for r, local in ranks if local.is_leaving or local.is_watched]
             writes = () if self._durable is None else self._durable.signs()
@@ -334,6 +337,7 @@ class Agent:
             except OperatingError as error:
                 self._note_garbage(rank, incarnation, str(error))
                 continue
+            self.status.heard(self._driver.state.ranks.get(rank), message)
             snapshots = self._held_by(rank) if isinstance(message, _LOOK_AT_SLOTS) else None
             self._feed(FromLocalRank(rank, incarnation, message, snapshots))
 

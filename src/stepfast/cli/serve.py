@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from stepfast.core.durable import CheckpointSettings
 from stepfast.core.faults import is_plain_refusal
 from stepfast.core.job_state import JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
+from stepfast.core.objectives import Objectives
 from stepfast.core.policy import Budget
 from stepfast.core.terms import NO_GENERATION, NodeId
 from stepfast.core.timeouts import timeouts_of
@@ -45,6 +47,7 @@ from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.observe.summary import summarize, write_summary
 from stepfast.runtime.clock import SystemClock
 from stepfast.runtime.lines import LineWriter
+from stepfast.runtime.status_port import Page, StatusPort
 
 SUMMARY_FILE = "summary.json"
 CHECKPOINTS_DIRECTORY = "checkpoints"
@@ -102,6 +105,7 @@ def serve_coordinator(
     clock = SystemClock()
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
     listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
+    status_listener = _status_listener(config, split_address(config.listen)[0])
     journal = Journal(job_dir, clock, config.job_id)
     if not is_restarted:
         _refuse_finished(journal.history, job_dir, config)
@@ -120,7 +124,7 @@ def serve_coordinator(
         stepfast_version=stepfast.__version__,
         resumes=is_restarted,
     )
-    state = asyncio.run(_serve_job(state, journal, voice, token, listener, opened))
+    state = asyncio.run(_serve_job(state, journal, voice, token, listener, opened, status_listener))
     code = _conclude(state.end, journal, voice, config, is_check=outlook is not None)
     if state.end is not None and state.end.keep_memory:
         _keep_memory(job_slots(config.memory_dir, journal.job_id))
@@ -137,6 +141,7 @@ async def _serve_job(
     token: str | None,
     listener: socket.socket,
     opened: JobOpened,
+    status_listener: socket.socket | None,
 ) -> JobState:
     server = JobServer(
         state,
@@ -150,8 +155,31 @@ async def _serve_job(
     for number in (signal.SIGINT, signal.SIGTERM):
         name = signal.Signals(number).name
         loop.add_signal_handler(number, server.stop, name, _EXIT_AFTER_SIGNAL + number)
-    await server.run(listener, opened)
+    with _showing(server.status.pages(), status_listener):
+        await server.run(listener, opened)
     return server.state
+
+
+@contextlib.contextmanager
+def _showing(
+    pages: Mapping[str, Callable[[], Page]], listener: socket.socket | None
+) -> Iterator[None]:
+    """The pages at the socket, where there is one."""
+    if listener is None:
+        yield
+        return
+    port = StatusPort(listener, pages)
+    port.start()
+    try:
+        yield
+    finally:
+        port.close()
+
+
+def _status_listener(config: JobConfig, host: str) -> socket.socket | None:
+    if config.metrics_port == 0:
+        return None
+    return _listen_at(host, config.metrics_port, "--metrics-port")
 
 
 def _keep_memory(slots: Path) -> None:
@@ -275,6 +303,7 @@ def _first_state(
         budget=Budget.full(config.restarts_per_hour, now),
         opened_at=now,
         join_limit_s=config.join_limit_s,
+        objectives=Objectives(recovery_s=config.slo_recovery_s, steps_lost=config.slo_steps_lost),
         generation=history.generation,
         lineage=history.lineage,
         steps_max=history.steps_max,
@@ -323,7 +352,11 @@ def new_job_dir() -> str:
 
 def listen(address: str) -> socket.socket:
     """A listening socket; raises ConfigError that names the port's present owner's address."""
-    host, port = split_address(address)
+    return _listen_at(*split_address(address), "--listen")
+
+
+def _listen_at(host: str, port: int, flag: str) -> socket.socket:
+    address = f"{host}:{port}"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -333,7 +366,7 @@ def listen(address: str) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{address} is in use; choose another --listen, or port 0") from error
+            raise ConfigError(f"{address} is in use; choose another {flag}, or port 0") from error
         raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
     return listener
 
@@ -350,6 +383,7 @@ def serve_agent(
     """Serve one node to the job's end; the exit code."""
 
     lines = LineWriter(sys.stdout)
+    status_listener = _status_listener(config, config.host)
 
     async def serve() -> int:
         agent = Agent(
@@ -364,7 +398,8 @@ def serve_agent(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
-        return await agent.run(config.join_limit_s)
+        with _showing(agent.status.pages(), status_listener):
+            return await agent.run(config.join_limit_s)
 
     code = asyncio.run(serve())
     lines.flush()

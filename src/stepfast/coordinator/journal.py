@@ -80,8 +80,8 @@ class Journal:
             self._lock.close()
             raise _unusable(directory, error) from error
 
-    def append(self, event: Event, *, durable: bool) -> None:
-        """Write one line; with `durable`, return only when it is on the disk."""
+    def append(self, event: Event, *, durable: bool) -> EventLine:
+        """Write one line, and return it; with `durable`, only when it is on the disk."""
         line = EventLine(
             v=EVENTS_VERSION, at=self._clock.wall(), t=self._clock.monotonic(), event=event
         )
@@ -93,6 +93,7 @@ class Journal:
         except OSError as error:
             path = self.directory / EVENTS_FILE
             raise OperatingError(f"cannot write {path}: {error.strerror}") from error
+        return line
 
     def events(self) -> list[EventLine]:
         """All of the log, also where somebody removed the file meanwhile."""

@@ -18,11 +18,12 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from stepfast.coordinator.journal import Journal
+from stepfast.coordinator.status import METRICS_PATH, JobStatus
 from stepfast.coordinator.strangers import Strangers
 from stepfast.core import job
 from stepfast.core.job_state import (
@@ -123,6 +124,7 @@ class JobServer:
         self._say_progress = say_progress
         self._progress = Progress()
         self._lines = Lines()
+        self.status = JobStatus(journal.events(), clock)
         self._progress_at = 0.0
         self._refused = 0
         self._strangers = Strangers(state.nodes)
@@ -135,6 +137,7 @@ class JobServer:
             routes=[
                 WebSocketRoute("/agent", self._agent),
                 Route("/healthz", self._healthz),
+                Route(METRICS_PATH, self._metrics),
             ]
         )
 
@@ -182,6 +185,7 @@ class JobServer:
         while True:
             await asyncio.sleep(_TICK_S)
             self._feed(Tick())
+            self.status.turned(self.state)
             now = self._clock.monotonic()
             is_due = now - self._progress_at >= _PROGRESS_INTERVAL_S
             if is_due and self.state.steps and self.state.steps_max > 0:
@@ -336,7 +340,7 @@ class JobServer:
         self._write(Note(topic=topic, text=text), durable=False)
 
     def _write(self, event: Event, *, durable: bool) -> None:
-        self._journal.append(event, durable=durable)
+        self.status.take(self._journal.append(event, durable=durable))
         self._progress.take(event)
         if (line := self._lines.line_of(event)) is not None:
             self._say(line)
@@ -344,3 +348,7 @@ class JobServer:
     async def _healthz(self, request: Request) -> JSONResponse:
         state = self.state
         return JSONResponse({"phase": state.phase.value, "generation": state.generation})
+
+    async def _metrics(self, request: Request) -> Response:
+        page = self.status.metrics()
+        return Response(page.text, media_type=page.content_type)

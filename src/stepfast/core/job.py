@@ -356,6 +356,8 @@ def _advance_incident(turn: Turn) -> None:
         return
     event: Recovered = recovered_event(incident, ranks=state.membership.ranks, now=turn.now)
     turn.record(event)
+    for breach in state.objectives.breached_by(event):
+        turn.record(breach)
     turn.update(incident=None)
 
 

@@ -17,6 +17,7 @@ from stepfast.core.messages import (
     RankReturned,
     StartGeneration,
 )
+from stepfast.core.objectives import Objectives
 from stepfast.core.policy import Budget, Repeat
 from stepfast.core.recovery import Lineage
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
@@ -78,6 +79,7 @@ class JobState:
     budget: Budget
     opened_at: float
     join_limit_s: float
+    objectives: Objectives = Objectives()
     phase: Phase = Phase.FORMING
     generation: Generation = NO_GENERATION
     lineage: Lineage = Lineage()

@@ -13,6 +13,8 @@ from fractions import Fraction
 
 from stepfast.errors import ConfigError
 
+INSTANCE_LABEL = "node.kubernetes.io/instance-type"
+ZONE_LABEL = "topology.kubernetes.io/zone"
 # Daemons, and the pages that EFA's driver keeps, are not in the allocatable figures.
 ALLOCATABLE_SHARE = Fraction(95, 100)
 

@@ -7,12 +7,14 @@ refused (`job_reader`), what becomes of it (`manifest`).
 from __future__ import annotations
 
 from math import ceil
+from typing import Any
 
 import msgspec
 
 from stepfast.k8s.instances import instance_of
 
 SLOTS_PER_RANK = 4  # three for an overlapped copy, one more while one is written to the store
+AGENT_MIB = 1024  # the agent, its store, and the zygote with torch loaded
 _HEADER_PERCENT = 2  # of a slot: names, shapes, alignment
 
 
@@ -146,5 +148,16 @@ class JobFile(_Table, frozen=True, kw_only=True):
 
     @property
     def working_mib(self) -> int:
-        """Of one node's memory for its ranks' processes."""
-        return ceil(self.model.working_gib_per_rank * 1024) * self.ranks
+        """Of one node's memory for its processes: the ranks, and those that start them."""
+        return ceil(self.model.working_gib_per_rank * 1024) * self.ranks + AGENT_MIB
+
+    @property
+    def table_settings(self) -> dict[str, Any]:
+        """Settings that come from tables of their own, by the names that they have in `config`."""
+        tables = {"slo": self.slo, "health": self.health}
+        found = {
+            f"{table}_{key}": value
+            for table, values in tables.items()
+            for key, value in msgspec.structs.asdict(values).items()
+        }
+        return {name: value for name, value in found.items() if value not in (None, "")}

@@ -20,14 +20,13 @@ import msgspec
 from stepfast.config import SETTINGS, load_config
 from stepfast.errors import ConfigError
 from stepfast.k8s.environment import NVLS, harm_of, is_secret
+from stepfast.k8s.instances import INSTANCE_LABEL, ZONE_LABEL
 from stepfast.k8s.job_file import JobFile
 
 GRACE_MAX_S = 110  # an EKS node gives ordinary pods 120 s at its shutdown, a spot notice as much
 FLUSH_MARGIN_S = 15  # between the flush and the kill: the step that is under way, the goodbye
 COMPLETIONS_MAX = 4096
 NAME_MAX = 40  # with `-node-0-4095-abcde` behind it a pod's name must stay below 64
-INSTANCE_LABEL = "node.kubernetes.io/instance-type"
-ZONE_LABEL = "topology.kubernetes.io/zone"
 # What the manifest itself decides; the others of the coordinator's settings may be given.
 DECIDED_SETTINGS = frozenset(
     {
@@ -84,17 +83,6 @@ def parse_job_file(text: str) -> JobFile:
     for complaint in _complaints(job):
         raise ConfigError(complaint)
     return job
-
-
-def given_settings(job: JobFile) -> dict[str, Any]:
-    """The settings that come from tables of their own, by the names that they have in `config`."""
-    tables = {"slo": job.slo, "health": job.health}
-    found = {
-        f"{table}_{key}": value
-        for table, values in tables.items()
-        for key, value in msgspec.structs.asdict(values).items()
-    }
-    return {name: value for name, value in found.items() if value not in (None, "")}
 
 
 def _complaints(job: JobFile) -> Iterator[str]:
@@ -251,7 +239,7 @@ def _about_settings(job: JobFile) -> Iterator[str]:
             yield f"settings.{name} follows from the rest of the file; take it out"
     counts = {"nodes": job.nodes.count, "nproc_per_node": job.ranks}
     limit = {"join_limit_s": job.join_limit_s}
-    _check_settings({**job.settings, **given_settings(job), **counts, **limit})
+    _check_settings({**job.settings, **job.table_settings, **counts, **limit})
     if job.join_limit_s < 1:
         yield f"join_limit_s must be at least 1, not {job.join_limit_s}"
 

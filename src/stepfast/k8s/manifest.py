@@ -280,6 +280,7 @@ def _pod_monitor(job: JobFile) -> list[Object]:
             "kind": "PodMonitor",
             "metadata": _metadata(job, job.name),
             "spec": {
+                "jobLabel": "app.kubernetes.io/instance",
                 "selector": {"matchLabels": _instance(job)},
                 "podMetricsEndpoints": [{"port": METRICS, "path": "/metrics"}],
             },

@@ -12,8 +12,8 @@ from typing import Any
 
 from stepfast.errors import EXIT_FINISHED, EXIT_NODE_UNFIT, EXIT_USER_ERROR
 from stepfast.k8s.environment import NVLS
+from stepfast.k8s.instances import INSTANCE_LABEL, ZONE_LABEL
 from stepfast.k8s.job_file import JobFile
-from stepfast.k8s.job_reader import INSTANCE_LABEL, ZONE_LABEL, given_settings
 from stepfast.k8s.profiles import Profile
 
 PORT = 7070  # agents connect to the coordinator here
@@ -23,6 +23,7 @@ COORDINATOR, AGENT = "coordinator", "agent"  # components, as labels name them
 COORDINATOR_JOB, NODE_JOB = "coord", "node"
 NODE_CONTAINER = "node"  # Kubeflow Trainer looks for this name
 _GRACE_COORDINATOR_S = 30
+_HOSTNAME_LABEL = "kubernetes.io/hostname"
 _GPU, _EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 _TOKEN_DIRECTORY, _JOB_DIRECTORY, _MEMORY_DIRECTORY = "/etc/stepfast/token", "/job", "/snapshots"
 _CHECKPOINT_DIRECTORY = "/checkpoints"
@@ -44,7 +45,7 @@ def labels_of(job: JobFile, component: str) -> dict[str, str]:
 
 def coordinator_command(job: JobFile) -> list[str]:
     """`stepfast coordinator ...`; the device is given, for the coordinator's own node has none."""
-    given = given_settings(job)
+    given = job.table_settings
     settings = job.settings | {name: given[name] for name in given if name.startswith("slo_")}
     if job.engine != "stepfast":
         settings["engine"] = job.engine
@@ -68,7 +69,7 @@ def coordinator_command(job: JobFile) -> list[str]:
 
 def agent_command(job: JobFile, coordinator_host: str) -> list[str]:
     """`stepfast agent ...`; Kubernetes puts in the index and the pod's address."""
-    given, asked = given_settings(job), job.resources
+    given, asked = job.table_settings, job.resources
     health = {name: given[name] for name in given if name.startswith("health_")}
     if asked.gpus:
         health["health_gpus"] = asked.gpus
@@ -354,15 +355,18 @@ def _volumes(job: JobFile, *, disk_gib: int) -> list[Object]:
 
 
 def _coordinator_placement(job: JobFile) -> Object:
-    if not job.nodes.instance:
-        return {}
-    other = {
-        "key": INSTANCE_LABEL,
-        "operator": "NotIn",
-        "values": [job.nodes.instance],
+    """Rather not on a node of the job, and never on one with its GPUs: they would go together."""
+    mine = {"matchLabels": labels_of(job, AGENT)}
+    term = {"topologyKey": _HOSTNAME_LABEL, "labelSelector": mine}
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    affinity: Object = {
+        "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
     }
-    terms = {"nodeSelectorTerms": [{"matchExpressions": [other]}]}
-    return {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}}
+    if job.nodes.instance:
+        other = {"key": INSTANCE_LABEL, "operator": "NotIn", "values": [job.nodes.instance]}
+        terms = {"nodeSelectorTerms": [{"matchExpressions": [other]}]}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
+    return {"affinity": affinity}
 
 
 def _node_placement(job: JobFile) -> Object:
@@ -373,7 +377,7 @@ def _node_placement(job: JobFile) -> Object:
         selector[INSTANCE_LABEL] = job.nodes.instance
     if placement.zone:
         selector[ZONE_LABEL] = placement.zone
-    apart = [{"topologyKey": "kubernetes.io/hostname", "labelSelector": mine}]
+    apart = [{"topologyKey": _HOSTNAME_LABEL, "labelSelector": mine}]
     apart_rule = {"requiredDuringSchedulingIgnoredDuringExecution": apart}
     affinity: Object = {"podAntiAffinity": apart_rule}
     near: Object = {}

@@ -2,7 +2,7 @@
 
 Owns: the text. Does not own: the objects (`manifest`). The one door to PyYAML for writing.
 Invariants: no anchors, no wrapped lines, keys in the order of the objects; whatever any YAML reader
-could take for a number stands in quotes.
+could take for a number or a truth stands in quotes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import yaml
 from stepfast.k8s.pods import Object
 
 _LIKE_A_NUMBER = re.compile(r"[-+.]?[0-9][0-9_.eExXoO+-]*[0-9a-fA-F]*")
+
+_LIKE_A_TRUTH = frozenset("yYnN")  # to Go's readers of YAML 1.1; PyYAML knows the longer words
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML ships no types
@@ -31,7 +33,8 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML ships no types
 
 
 def _text_node(dumper: Any, text: str) -> Any:
-    style = '"' if _LIKE_A_NUMBER.fullmatch(text) else None
+    is_plain = _LIKE_A_NUMBER.fullmatch(text) is None and text not in _LIKE_A_TRUTH
+    style = None if is_plain else '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from stepfast.core.objectives import RECOVERY
 from stepfast.core.quantities import counted, numbered, size_text
 from stepfast.events import (
     CheckpointCommitted,
@@ -22,6 +23,7 @@ from stepfast.events import (
     NodeLeft,
     Note,
     Recovered,
+    SloBreached,
 )
 
 # A line that begins with this is a progress line: `stepfast run` shows the newest one in place on a
@@ -71,6 +73,12 @@ def line_of(event: Event) -> str | None:
                 f"recovered from {event.kind} of rank {event.rank} in {event.total_s * 1000:.0f} ms"
                 f" ({phases} ms), {counted(event.steps_lost, 'step')} lost, at step"
                 f" {event.resumed_step}"
+            )
+        case SloBreached():
+            unit = "s" if event.objective == RECOVERY else "steps"
+            return (
+                f"objective missed: {event.objective} is {event.limit:g}, and the recovery from"
+                f" {event.kind} took {event.value:.3g} {unit}"
             )
         case Note(topic=topic, text=text):
             where = "" if event.rank is None else f" (rank {event.rank})"

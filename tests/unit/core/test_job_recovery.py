@@ -18,6 +18,7 @@ from stepfast.core.messages import (
     RankState,
     StartGeneration,
 )
+from stepfast.core.objectives import Objectives
 from stepfast.core.outputs import SendToNode
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, Step
 from stepfast.errors import EXIT_TRY_AGAIN, EXIT_USER_ERROR
@@ -28,6 +29,7 @@ from stepfast.events import (
     JobEnded,
     Note,
     Recovered,
+    SloBreached,
 )
 from unit.core.rigs import USER_ERROR, JobRig, error_of, fault, held
 
@@ -55,6 +57,22 @@ def test_an_exception_is_recovered_in_process():
     assert (event.kind, event.rank, event.resumed_step, event.steps_lost) == ("exception", 1, 5, 0)
     assert event.survivors_kept_pid
     assert phase(rig) is Phase.RUNNING
+
+
+def test_a_recovery_that_misses_an_objective_is_an_event_behind_its_own():
+    rig = JobRig().start()
+    rig.state = replace(rig.state, objectives=Objectives(recovery_s=1.0, steps_lost=5))
+    for generation, seconds in ((1, 0.5), (2, 3.0)):
+        at = {"generation": Generation(generation), "step": Step(4 + generation)}
+        rig.fault(FaultKind.EXCEPTION, 1, **at)
+        rig.now += seconds
+        rig.leave(0, 1, 2, 3)
+        rig.enter()
+    events = rig.all_of((Recovered, SloBreached))
+    assert [type(e) for e in events] == [Recovered, Recovered, SloBreached]
+    breach = events[-1]
+    assert (breach.objective, breach.limit, breach.generation) == ("recovery_s", 1.0, 3)
+    assert breach.value == events[1].total_s >= 3.0
 
 
 def test_a_killed_rank_is_replaced():
