@@ -6,6 +6,7 @@ and our files do not use is not here: it is refused until somebody looks it up.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -74,6 +75,7 @@ class Iam(_Part):
 class Addon(_Part):
     name: Text
     version: str = ""
+    configuration_values: str = ""  # JSON, whose fields are the add-on's own
     pod_identity_associations: list[AddonIdentity] = []
 
 
@@ -203,6 +205,8 @@ def complaints(config: ClusterConfig) -> Iterator[str]:
     for addon in config.addons:
         if addon.name not in _CORE_ADDONS and not re.fullmatch(r"v\d+\.\d+\.\d+", addon.version):
             yield f"add-on {addon.name} has no version"
+        if addon.name == "vpc-cni" and not _keeps_network_policies(addon):
+            yield "NetworkPolicies are taken and not kept: enableNetworkPolicy is missing"
     needs_agent = config.iam.pod_identity_associations or any(
         addon.pod_identity_associations for addon in config.addons
     )
@@ -219,6 +223,14 @@ def complaints(config: ClusterConfig) -> Iterator[str]:
     for group in config.managed_node_groups:
         for what in _group(config, group):
             yield f"group {group.name}: {what}"
+
+
+def _keeps_network_policies(addon: Addon) -> bool:
+    try:
+        values = json.loads(addon.configuration_values or "{}")
+    except ValueError:
+        return False
+    return isinstance(values, dict) and values.get("enableNetworkPolicy") == "true"
 
 
 def _group(config: ClusterConfig, group: NodeGroup) -> Iterator[str]:

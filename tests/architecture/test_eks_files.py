@@ -102,6 +102,8 @@ def test_the_two_ways_to_get_capacity_differ_in_nothing_else():
         (BLOCK, "marketType: capacity-block", "marketType: spot", "Invalid enum value"),
         (CLUSTER, "version: v1.9.0", "version: latest", "has no version"),
         (CLUSTER, "    version: v1.7.0\n", "", "has no version"),
+        (CLUSTER, '"enableNetworkPolicy": "true"', "", "taken and not kept"),
+        (CLUSTER, '"enableNetworkPolicy": "true"', '"enableNetworkPolicy', "taken and not kept"),
         (CLUSTER, "203.0.113.0/24", "0.0.0.0/0", "everybody"),
         (CLUSTER, "  - name: eks-pod-identity-agent\n", "", "without the add-on"),
         (CLUSTER, "InDays: 7", "InDays: 8", "keeps no logs for 8 days"),
