@@ -37,6 +37,15 @@ def test_a_vendors_versions_become_constraints(kept: ModuleType, tmp_path: Path)
     )
 
 
+def test_what_is_not_there_gets_the_tested_version(kept: ModuleType):
+    pins = "# torch has no build tag\nNumPy==2.4.6\ntorch==2.13.0\nmoto[s3]\nfor_us==1.1\n"
+    before = kept.constraints({"torch": "2.9"}, pins)
+    assert before == (
+        "torch==2.9\nnumpy==2.4.6  # not there before\nfor-us==1.1  # not there before\n"
+    )
+    assert kept.changes(before, {"torch": "2.9", "for-us": "1.1"}) == []
+
+
 def test_of_two_copies_the_one_that_is_imported_counts(kept: ModuleType, tmp_path: Path):
     put(tmp_path / "first", "torch", "2")
     put(tmp_path / "second", "torch", "1")
@@ -58,7 +67,10 @@ def test_the_command_writes_and_checks(
     kept: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "kept.txt"
-    assert kept.main(["write", str(file)]) == 0
+    pins = tmp_path / "constraints.txt"
+    pins.write_text("no-such-distribution==1\n")
+    assert kept.main(["write", str(file), str(pins)]) == 0
+    assert "no-such-distribution==1  # not there before\n" in file.read_text()
     assert f"pytest=={pytest.__version__}\n" in file.read_text()
     assert kept.main(["check", str(file)]) == 0
     file.write_text(file.read_text() + "pytest==0\n")
