@@ -70,7 +70,13 @@ jobs = st.fixed_dictionaries(
         "monitoring": st.just({"namespace": "monitoring"}),
     },
 )
-versions = st.sampled_from(["1.33", "1.34", "1.35", "1.37"])
+versions = st.fixed_dictionaries(
+    {
+        "kubernetes": st.sampled_from(["1.31", "1.33", "1.34", "1.35", "1.37"]),
+        "jobset": st.sampled_from(["0.8", "0.9", "0.10", "0.12"]),
+        "trainer": st.sampled_from(["2.0", "2.1", "2.3"]),
+    }
+)
 
 
 def as_toml(value: Any) -> str:
@@ -93,15 +99,17 @@ def read_or_refused(text: str) -> JobFile | str:
 
 @settings(max_examples=40)
 @given(jobs, st.sampled_from(KINDS), versions)
-def test_what_is_accepted_holds_every_rule(job: dict[str, Any], kind: str, version: str):
+def test_what_is_accepted_holds_every_rule(
+    job: dict[str, Any], kind: str, given_versions: dict[str, str]
+):
     read = read_or_refused("\n".join(f"{key} = {as_toml(value)}" for key, value in job.items()))
     if isinstance(read, str):
         assert len(read.splitlines()) == 1
         return
-    objects = manifest(read, profile_of(kind, version))
+    objects = manifest(read, profile_of(kind, **given_versions))
     written = as_yaml(objects)
     assert list(yaml.safe_load_all(written)) == objects
-    target = Target(kubernetes=parse_version(version, "--kubernetes"))
+    target = Target(**{name: parse_version(v, name) for name, v in given_versions.items()})
     report = validate({"job.yaml": written.encode()}, target, schemas=SCHEMAS)
     assert not report.findings, report.text()
 

@@ -210,6 +210,13 @@ def test_an_object_store_needs_no_volume():
     assert "--checkpoints=s3://bucket/runs/llama-debug" in coordinator["containers"][0]["command"]
 
 
+def test_the_store_is_open_to_agents_alone():
+    accounts = manifest(parse_job_file(GPU), profile_of("jobset"))[:2]
+    roles = {a["metadata"]["name"]: a["metadata"].get("annotations", {}) for a in accounts}
+    role = {"eks.amazonaws.com/role-arn": "arn:aws:iam::111122223333:role/llama-checkpoints"}
+    assert roles == {"llama-70b-coord": {}, "llama-70b-node": role}
+
+
 def test_gpus_are_told_to_the_agent_that_has_to_find_them():
     command = pods(parse_job_file(GPU))[1]["containers"][0]["command"]
     assert {"--health-gpus=8", "--health-efas=32", "--health-unknown=refuse"} <= set(command)
@@ -231,12 +238,13 @@ def test_one_node_needs_no_other_one_to_stay():
     assert not validate(files, Target()).findings
 
 
-@pytest.mark.parametrize(
-    "text", ["1e3", "0x1F", "yes", "null", "~", "1_000", "007", "1:30", "é", ""]
-)
-def test_yaml_gives_back_the_text(text: str):
-    read = yaml.safe_load(as_yaml([{"args": [text]}]))
-    assert read == {"args": [text]}
+def test_what_a_reader_could_take_for_something_else_stands_in_quotes():
+    texts = ["1e3", "0x1F", "0o17", "0b1", ".5", "y", "N", "on", "null", "~", "1_0", "007", "1:30"]
+    plain = ["# é", "a\nb", "", "word", "a: b", "- c"]
+    written = as_yaml([{"args": [*texts, *plain]}])
+    assert yaml.safe_load(written) == {"args": [*texts, *plain]}
+    for text in texts:
+        assert f"- '{text}'" in written or f'- "{text}"' in written
 
 
 @pytest.mark.parametrize(

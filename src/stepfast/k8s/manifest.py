@@ -220,7 +220,7 @@ def _workload_metadata(job: JobFile, name: str) -> Object:
 def _service_account(job: JobFile, role: str, component: str) -> Object:
     metadata = _metadata(job, f"{job.name}-{role}")
     metadata["labels"] = labels_of(job, component)
-    if job.storage.role_arn:
+    if job.storage.role_arn and component == AGENT:  # agents alone touch the store
         metadata["annotations"] = {"eks.amazonaws.com/role-arn": job.storage.role_arn}
     return {
         "apiVersion": "v1",
