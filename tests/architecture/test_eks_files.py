@@ -178,14 +178,14 @@ def test_a_job_file_is_rendered_without_a_finding(
     assert report.unchecked == ()
 
 
-def test_the_jobs_accounts_are_those_that_may_write():
+def test_the_agents_account_is_the_one_that_may_write():
     cluster = read_cluster(CLUSTER.read_bytes())
     first = tomllib.loads((FOLDER / "jobs" / "first.toml").read_text(encoding="utf-8"))
     given = {
         (each.namespace, each.service_account_name)
         for each in cluster.iam.pod_identity_associations
     }
-    assert given == {(first["namespace"], f"{first['name']}-{role}") for role in ("node", "coord")}
+    assert given == {(first["namespace"], f"{first['name']}-node")}
 
 
 @pytest.mark.parametrize("path", CHARTS, ids=lambda path: path.name)
