@@ -145,9 +145,9 @@ class Agent:
         self._driver: Driver[NodeState, NodeInput] = Driver(node.step, state, self, clock)
         self.status = NodeStatus(clock, lambda: self._driver.state)
 
-    def stop(self, reason: str) -> None:
-        """End this node in order."""
-        self._feed(NodeStopRequested(reason))
+    def stop(self, reason: str, *, drains: bool = False) -> None:
+        """End this node in order; `drains`: what it holds may be made durable first."""
+        self._feed(NodeStopRequested(reason, drains))
 
     async def run(self, join_limit_s: float) -> int:
         """Serve until the job is over here; the exit code."""

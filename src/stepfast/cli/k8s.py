@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 
+from stepfast.cli.k8s_local import run_local
 from stepfast.cli.k8s_render import run_render
 from stepfast.cli.k8s_validate import run_validate
 
@@ -14,6 +15,8 @@ from stepfast.cli.k8s_validate import run_validate
 def run_k8s(options: argparse.Namespace) -> int:
     """One subcommand, and its exit code."""
     match options.k8s_command:
+        case "local":
+            return run_local(options)
         case "render":
             return run_render(options)
         case "validate":

@@ -162,6 +162,7 @@ def _coordinator(config: JobConfig, options: argparse.Namespace) -> int:
         script_name=options.script_name,
         is_marked=options.marked,
         is_restarted=options.restarted,
+        is_replaceable=options.replaceable,
         check_of=options.check_of,
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import stepfast
+from stepfast.cli.k8s_local import LOCAL_EXAMPLES, add_local_flags
 from stepfast.cli.k8s_render import RENDER_EXAMPLES, add_render_flags
 from stepfast.cli.k8s_validate import VALIDATE_EXAMPLES, add_validate_flags
 from stepfast.config import CHOICES, SETTINGS
@@ -181,6 +182,11 @@ def _add_coordinator(commands: argparse._SubParsersAction[_Parser]) -> None:
     _add_settings(coordinator, _COORDINATOR)
     _add_strict(coordinator)
     coordinator.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    replaceable = (
+        "SIGTERM ends this process and not the job, and the next one goes on from its records: for"
+        " clusters, which start it again"
+    )
+    coordinator.add_argument("--replaceable", action="store_true", help=replaceable)
     coordinator.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
     coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     coordinator.add_argument("--script-name", default="", help=argparse.SUPPRESS)
@@ -208,12 +214,14 @@ def _add_doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_k8s(commands: argparse._SubParsersAction[_Parser]) -> None:
-    k8s = _command(commands, "k8s", "Write and check manifests for Kubernetes.", _K8S_EXAMPLES)
+    k8s = _command(commands, "k8s", "Write, check and run manifests for Kubernetes.", _K8S_EXAMPLES)
     below = k8s.add_subparsers(
         dest="k8s_command", metavar="COMMAND", required=True, parser_class=_Parser
     )
     text = "Write a job file as YAML for a cluster."
     add_render_flags(_command(below, "render", text, RENDER_EXAMPLES))
+    text = "Run a JobSet or Jobs on this machine: pods as processes."
+    add_local_flags(_command(below, "local", text, LOCAL_EXAMPLES))
     text = "Check manifests: 25 properties, strict schemas, what API servers refuse."
     add_validate_flags(_command(below, "validate", text, VALIDATE_EXAMPLES))
 

@@ -37,6 +37,7 @@ from stepfast.core.durable import CheckpointSettings
 from stepfast.core.faults import is_plain_refusal
 from stepfast.core.job_state import JobEnd, JobState, Phase
 from stepfast.core.messages import AFTER_FINISH_LIMIT_S, JobSettings
+from stepfast.core.node import COORDINATOR_RETURN_LIMIT_S
 from stepfast.core.objectives import Objectives
 from stepfast.core.policy import Budget
 from stepfast.core.terms import NO_GENERATION, NodeId
@@ -53,6 +54,7 @@ SUMMARY_FILE = "summary.json"
 CHECKPOINTS_DIRECTORY = "checkpoints"
 _PLAIN_PROGRESS_INTERVAL_S = 10.0
 _EXIT_AFTER_SIGNAL = 128
+_LOCK_LIMIT_S = 60.0  # of records on shared storage, whose last holder's machine is gone
 
 
 class _Voice:
@@ -93,9 +95,11 @@ def serve_coordinator(
     script_name: str,
     is_marked: bool,
     is_restarted: bool,
+    is_replaceable: bool,
     check_of: str | None,
 ) -> int:
     """Serve one job to its end; its exit code. `is_restarted`: a killed one came back for it;
+    `is_replaceable`: so may this one be, and it is known from the records whether it came back;
     `check_of`: only a check, of the job in that directory (empty: in a new one).
     """
     outlook = None if check_of is None else _look_ahead(config, check_of)
@@ -106,11 +110,15 @@ def serve_coordinator(
     job_dir = Path(config.job_dir or new_job_dir()).resolve()
     listener = socket.socket(fileno=listen_fd) if listen_fd is not None else listen(config.listen)
     status_listener = _status_listener(config, split_address(config.listen)[0])
-    journal = Journal(job_dir, clock, config.job_id)
+    lock_limit_s = _LOCK_LIMIT_S if is_replaceable else 0.0
+    journal = Journal(job_dir, clock, config.job_id, lock_limit_s=lock_limit_s)
+    is_restarted = is_restarted or (is_replaceable and _goes_on(journal.history))
     if not is_restarted:
         _refuse_finished(journal.history, job_dir, config)
     voice = _Voice(is_marked=is_marked)
     state = _first_state(config, journal, job_dir, clock.monotonic(), is_restarted=is_restarted)
+    if is_replaceable:
+        state = replace(state, rejoin_limit_s=COORDINATOR_RETURN_LIMIT_S + state.rejoin_limit_s)
     if outlook is not None:
         state = replace(state, settings=check_settings(state.settings, outlook))
     if listen_fd is None:
@@ -124,7 +132,22 @@ def serve_coordinator(
         stepfast_version=stepfast.__version__,
         resumes=is_restarted,
     )
-    state = asyncio.run(_serve_job(state, journal, voice, token, listener, opened, status_listener))
+    serving = _serve_job(
+        state,
+        journal,
+        voice,
+        token,
+        listener,
+        opened,
+        status_listener,
+        is_replaceable=is_replaceable,
+    )
+    state = asyncio.run(serving)
+    if is_replaceable and state.end is None:
+        voice.say("this coordinator leaves, the job goes on; another one comes back for it")
+        voice.flush()
+        journal.close()
+        return _EXIT_AFTER_SIGNAL + signal.SIGTERM
     code = _conclude(state.end, journal, voice, config, is_check=outlook is not None)
     if state.end is not None and state.end.keep_memory:
         _keep_memory(job_slots(config.memory_dir, journal.job_id))
@@ -142,6 +165,8 @@ async def _serve_job(
     listener: socket.socket,
     opened: JobOpened,
     status_listener: socket.socket | None,
+    *,
+    is_replaceable: bool,
 ) -> JobState:
     server = JobServer(
         state,
@@ -155,6 +180,8 @@ async def _serve_job(
     for number in (signal.SIGINT, signal.SIGTERM):
         name = signal.Signals(number).name
         loop.add_signal_handler(number, server.stop, name, _EXIT_AFTER_SIGNAL + number)
+    if is_replaceable:
+        loop.add_signal_handler(signal.SIGTERM, server.leave)
     with _showing(server.status.pages(), status_listener):
         await server.run(listener, opened)
     return server.state
@@ -259,6 +286,15 @@ def _look_ahead(config: JobConfig, check_of: str) -> Outlook:
         _refuse_finished(history, job_dir, config)
     place = job_dir if job_dir is not None else Path(new_job_dir()).resolve()
     return look_ahead(config, _checkpoint_settings(config, place), history, job_dir)
+
+
+def _goes_on(history: History) -> bool:
+    """Whether a replaceable coordinator goes on with the newest run of the records: one that has no
+    end, or one whose end is final and may not have been heard by all.
+    """
+    if history.end is None:
+        return history.generation != NO_GENERATION
+    return history.end.exit_code in (EXIT_FINISHED, EXIT_USER_ERROR)
 
 
 def _refuse_finished(history: History, job_dir: Path, config: JobConfig) -> None:
@@ -396,8 +432,9 @@ def serve_agent(
             script=Script(path=script, args=script_args, working_directory=os.getcwd()),
         )
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, agent.stop, signal.Signals(number).name)
+        loop.add_signal_handler(signal.SIGINT, agent.stop, "SIGINT")
+        # Whoever sends it gives a grace: a cluster that takes the node, or ends the job.
+        loop.add_signal_handler(signal.SIGTERM, lambda: agent.stop("SIGTERM", drains=True))
         with _showing(agent.status.pages(), status_listener):
             return await agent.run(config.join_limit_s)
 

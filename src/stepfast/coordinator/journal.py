@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import IO
 
@@ -36,6 +37,7 @@ from stepfast.runtime.ports import Clock
 EVENTS_FILE = "events.jsonl"
 _LOCK_FILE = "lock"
 _ID_FILE = "job-id"
+_LOCK_PAUSE_S = 0.2  # between tries, where the lock is waited for
 _ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(EventLine)
 
@@ -54,9 +56,13 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 class Journal:
     """The open log of one job directory, held under its lock."""
 
-    def __init__(self, directory: Path, clock: Clock, job_id: str = "") -> None:
+    def __init__(
+        self, directory: Path, clock: Clock, job_id: str = "", *, lock_limit_s: float = 0.0
+    ) -> None:
         """Take the lock; raises ConfigError where another coordinator holds it, or the directory is
         that of a job with another id than the one that is given.
+
+        `lock_limit_s`: the one before may still be on its way out, and is waited for so long.
         """
         self._clock = clock
         self.directory = directory
@@ -65,13 +71,12 @@ class Journal:
             self._lock = os.fdopen(open_own(directory / _LOCK_FILE, os.O_WRONLY), "wb")
         except OSError as error:
             raise _unusable(directory, error) from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._try_lock(lock_limit_s):
             self._lock.close()
-            raise ConfigError(
-                f"the job directory {directory} belongs to a running job; choose another --job-dir"
-            ) from None
+            text = f"the job directory {directory} belongs to a running job"
+            if lock_limit_s:
+                raise OperatingError(f"{text}, still after {lock_limit_s:g} s")
+            raise ConfigError(f"{text}; choose another --job-dir")
         try:
             self.job_id = self._read_or_make_id(job_id)
             self.history = read_history(directory / EVENTS_FILE)
@@ -79,6 +84,17 @@ class Journal:
         except OSError as error:
             self._lock.close()
             raise _unusable(directory, error) from error
+
+    def _try_lock(self, limit_s: float) -> bool:
+        deadline = self._clock.monotonic() + limit_s
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if self._clock.monotonic() >= deadline:
+                    return False
+                time.sleep(_LOCK_PAUSE_S)
 
     def append(self, event: Event, *, durable: bool) -> EventLine:
         """Write one line, and return it; with `durable`, only when it is on the disk."""

@@ -52,6 +52,11 @@ _OUTBOX_MESSAGES_MAX = 10_000  # a node that reads nothing for so long is cut of
 _ACCEPTED_AT_ONCE = 16  # then the loop has its turn, and strangers that are too many are ended
 _FLUSH_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 3.0
+# Of a coordinator that leaves: nodes that have to leave with it say so first; well within the grace
+# that a cluster gives it.
+_LEAVE_AFTER_S = 1.0
+_LEAVE_LIMIT_S = 20.0
+_LEAVE_LOOK_S = 0.05
 _PROGRESS_INTERVAL_S = 0.5
 _CLOSE_REASON_BYTES_MAX = 120  # of 123 that a close frame has room for
 _STRANGER_TEXT_MAX = 300  # characters; a part of it is the stranger's own
@@ -132,6 +137,7 @@ class JobServer:
         self._nproc = state.settings.nproc_per_node
         self._driver: Driver[JobState, JobInput] = Driver(job.step, state, self, clock)
         self._ended = asyncio.Event()
+        self._leaving: asyncio.Task[None] | None = None
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.app = Starlette(
             routes=[
@@ -149,6 +155,23 @@ class JobServer:
     def stop(self, reason: str, exit_code: int) -> None:
         """End the job in order; again: hurry."""
         self._feed(StopRequested(reason, exit_code))
+
+    def leave(self) -> None:
+        """End this process and not the job, for another coordinator comes back for it. A job that
+        is ending is ended first, and nodes that have to leave as well are heard.
+        """
+        if self._leaving is None:
+            self._leaving = asyncio.get_running_loop().create_task(self._leave())
+
+    async def _leave(self) -> None:
+        loop = asyncio.get_running_loop()
+        first, last = loop.time() + _LEAVE_AFTER_S, loop.time() + _LEAVE_LIMIT_S
+        while loop.time() < first or (self._is_needed() and loop.time() < last):
+            await asyncio.sleep(_LEAVE_LOOK_S)
+        self._ended.set()
+
+    def _is_needed(self) -> bool:
+        return self.state.end is not None or bool(self.state.draining)
 
     async def run(self, listener: socket.socket, opened: JobOpened) -> None:
         """Serve until the job has ended and all nodes were told; `opened` is the first event."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepfast.core import job_check, job_durable, job_faults, job_hangs, job_opening
+from stepfast.core import job_check, job_drain, job_durable, job_faults, job_hangs, job_opening
 from stepfast.core.incident import recovered_event
 from stepfast.core.job_state import (
     Drain,
@@ -39,6 +39,7 @@ from stepfast.core.messages import (
     HangSuspected,
     Heartbeat,
     Hello,
+    NodeDraining,
     NodeReport,
     Noted,
     RankChecked,
@@ -63,8 +64,6 @@ from stepfast.events import (
     Recovered,
     StepLogged,
 )
-
-_REJOIN_LIMIT_S = 5.0  # an agent tries again at least every 2 s
 
 
 def step(state: JobState, given: JobInput, now: float) -> tuple[JobState, tuple[Output, ...]]:
@@ -116,6 +115,8 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
             _checkpoint(turn, node, message)
         case StoreRefused():
             job_durable.refused(turn, message)
+        case NodeDraining():
+            job_drain.asked(turn, message)
         case Noted():
             turn.record(
                 Note(topic=message.topic, text=message.text, node=message.node, rank=message.rank)
@@ -124,6 +125,8 @@ def _from_node(turn: Turn, node: NodeId, message: object) -> None:
             turn.update(membership=turn.state.membership.said_goodbye(node))
             if message.failed:
                 turn.failed_after_the_end(message.failed)
+            if turn.state.end is None:
+                job_drain.left(turn, node)
 
 
 def _checkpoint(
@@ -147,6 +150,7 @@ def _hello(turn: Turn, hello: Hello) -> None:
     and doubles.
     """
     assert hello.protocol == PROTOCOL_VERSION, "the transport admits one protocol"
+    job_drain.forget(turn, hello.node)  # it says so again, where it still has to leave
     before = turn.state.membership.nodes.get(hello.node)
     _admit(turn, hello.node, host=hello.host, pid=hello.pid)
     in_generation = turn.state.phase in (Phase.STARTING, Phase.RUNNING)
@@ -200,7 +204,8 @@ def _node_lost(turn: Turn, node: NodeId, reason: str) -> None:
     if view.gone and state.end is not None:
         return  # it left in order
     turn.record(NodeLeft(node=node, reason=reason))
-    if state.phase is Phase.RECOVERING:
+    is_known = job_faults.has_node_fault(state, node)
+    if state.phase is Phase.RECOVERING and not (view.gone and is_known):
         job_faults.node_fault(turn, node, reason)
 
 
@@ -282,6 +287,7 @@ def _advance(turn: Turn) -> None:
         case Phase.ENDED:
             return
     job_check.advance(turn)
+    job_drain.advance(turn)
     _advance_returned(turn)
     _advance_incident(turn)
 
@@ -368,7 +374,7 @@ def _advance_ending(turn: Turn) -> None:
         job_durable.advance_drain(turn)
         return
     views = state.membership.nodes.values()
-    if state.came_back and not views and turn.now - state.opened_at < _REJOIN_LIMIT_S:
+    if state.came_back and not views and turn.now - state.opened_at < state.rejoin_limit_s:
         return  # this coordinator came back; who still runs has not found it yet
     silence_s = state.timeouts.node_silence_s
     is_out = all(  # a node that lost its connection just now comes back, and must be told

@@ -268,6 +268,14 @@ def _step_ahead(turn: Turn, margin_steps: int, *, reached: int = 0) -> Step:
     return Step(-(-(reached + ahead) // interval) * interval)
 
 
+def announced(turn: Turn) -> SnapshotId:
+    """The checkpoint that is announced and not settled yet; where there is none, one is."""
+    state = turn.state
+    if state.durable.awaits(state.generation) is None:
+        _announce(turn, state.durable.announced.margin_steps)
+    return SnapshotId(state.generation, turn.state.durable.announced.step)
+
+
 def _announce(turn: Turn, margin_steps: int) -> None:
     state = turn.state
     before = state.durable.announced

@@ -166,7 +166,7 @@ def _interrupt_all(turn: Turn, incident: Incident) -> None:
     for node in turn.state.membership.connected_nodes:
         turn.send(node, interrupt_message(turn, node))
     for node, view in sorted(turn.state.membership.nodes.items()):
-        if not view.connected and not _has_node_fault(turn.state, node):
+        if not view.connected and not has_node_fault(turn.state, node):
             node_fault(turn, node, "its agent is not connected")
 
 
@@ -222,7 +222,8 @@ def nodes_overdue(turn: Turn) -> None:
             node_fault(turn, node, f"away for {away_s:.1f} s")
 
 
-def _has_node_fault(state: JobState, node: NodeId) -> bool:
+def has_node_fault(state: JobState, node: NodeId) -> bool:
+    """Whether the incident has it already that this node is away."""
     incident = state.incident
     return incident is not None and any(
         f.kind is FaultKind.NODE and f.node == node and f.generation == state.generation

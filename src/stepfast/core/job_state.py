@@ -23,6 +23,8 @@ from stepfast.core.recovery import Lineage
 from stepfast.core.terms import NO_GENERATION, Generation, NodeId, Rank, SnapshotId, Step
 from stepfast.core.timeouts import Timeouts
 
+REJOIN_LIMIT_S = 5.0  # an agent tries again at least every 2 s
+
 
 class Phase(StrEnum):
     """FORMING -> STARTING -> RUNNING -> (fault) -> RECOVERING -> STARTING -> ... -> ENDING ->
@@ -103,7 +105,11 @@ class JobState:
     returned: Mapping[Rank, RankReturned] = field(default_factory=dict)
     checked: Mapping[Rank, RankChecked] = field(default_factory=dict)
     end: JobEnd | None = None
+    # Nodes that have to leave, and the checkpoint that each waits for.
+    draining: Mapping[NodeId, SnapshotId | None] = field(default_factory=dict)
     came_back: bool = False  # a coordinator that was killed, started again for the same run
+    # One that came back to a job's end waits so long for those who have not heard of it.
+    rejoin_limit_s: float = REJOIN_LIMIT_S
 
     @property
     def nodes(self) -> int:

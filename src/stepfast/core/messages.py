@@ -13,23 +13,13 @@ import msgspec
 
 from stepfast.core.durable import CheckpointSettings, ShardFile
 from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
-from stepfast.core.terms import (
-    NO_GENERATION,
-    Generation,
-    JobId,
-    NodeId,
-    Rank,
-    SnapshotId,
-    Step,
-)
+from stepfast.core.terms import NO_GENERATION, Generation, JobId, NodeId, Rank, SnapshotId, Step
 from stepfast.errors import EXIT_TRY_AGAIN
 
 PROTOCOL_VERSION = 1
 AFTER_FINISH_LIMIT_S = 3600.0  # code behind the resilient function: a last export may take long
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024  # agent <-> coordinator; a larger one is refused
-RANK_MESSAGE_BYTES_MAX = (
-    128 * 1024
-)  # rank <-> agent; below the socket's buffer, so a send never splits
+RANK_MESSAGE_BYTES_MAX = 128 * 1024  # rank <-> agent; below the socket's buffer: never split
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -102,6 +92,13 @@ class Hello(_Message, frozen=True, kw_only=True):
     node: NodeId
     host: str  # the address at which peers reach this node
     pid: int
+
+
+class NodeDraining(_Message, frozen=True, kw_only=True):
+    """The node has to leave within a grace; it stays until what it holds is durable."""
+
+    node: NodeId
+    reason: str
 
 
 class NodeReport(_Message, frozen=True, kw_only=True):
@@ -387,6 +384,10 @@ class PersistSlots(_Message, frozen=True, kw_only=True):
     sources: dict[Rank, SnapshotId]
 
 
+class LeaveNow(_Message, frozen=True, kw_only=True):
+    """What a draining node held is durable, or need not be: it may leave, the job goes on."""
+
+
 class FinishJob(_Message, frozen=True, kw_only=True):
     """The job is over. With `finished` the ranks run on behind the resilient function; otherwise
     they end.
@@ -545,6 +546,7 @@ class RankProbe(_Message, frozen=True, kw_only=True):
 
 FromAgent = (
     Hello
+    | NodeDraining
     | NodeReport
     | FaultReported
     | HangSuspected
@@ -572,6 +574,7 @@ FromCoordinator = (
     | CancelCheckpoint
     | CheckpointsHeld
     | PersistSlots
+    | LeaveNow
     | FinishJob
 )
 FromRank = (

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import msgspec
 
-from stepfast.core import node_durable, node_ranks, node_watch, node_writes
+from stepfast.core import node_drain, node_durable, node_ranks, node_watch, node_writes
 from stepfast.core.faults import (
     Fault,
     FaultKind,
@@ -28,6 +28,7 @@ from stepfast.core.messages import (
     FromCoordinator,
     Hello,
     Interrupt,
+    LeaveNow,
     PersistSlots,
     ProbeRanks,
     RankFinish,
@@ -110,9 +111,10 @@ def step(state: NodeState, given: NodeInput, now: float) -> tuple[NodeState, tup
             _from_store(turn, given)
         case NodeNoted(topic, text):
             turn.note(topic, text)
-        case NodeStopRequested(reason):
+        case NodeStopRequested(reason, drains):
             turn.note("stop", reason)
-            _finish(turn, _leave(turn, reason))
+            if not (drains and node_drain.try_begin(turn, reason)):
+                _finish(turn, _leave(turn, reason))
         case NodeTick(stopped, writes):
             node_writes.heard_of(turn, writes)
             _tick(turn, stopped)
@@ -172,6 +174,8 @@ def _from_job(turn: NodeTurn, message: FromCoordinator, stopped: frozenset[Rank]
             node_durable.held(turn, message)
         case PersistSlots():
             node_writes.persist(turn, message)
+        case LeaveNow():
+            _finish(turn, _leave(turn, turn.state.drains_for or "let go"))
         case FinishJob():
             turn.update(is_job_over=True)
             _finish(turn, message)
@@ -206,6 +210,7 @@ def _tell_again(turn: NodeTurn) -> None:
         for fault in local.faults:
             turn.tell(FaultReported(fault=fault))
     node_durable.tell_again(turn)
+    node_drain.tell_again(turn)
 
 
 def _interrupt(turn: NodeTurn, order: Interrupt) -> None:
@@ -343,6 +348,8 @@ def _tick(turn: NodeTurn, stopped: frozenset[Rank]) -> None:
     if state.lost_at is not None and turn.now - state.lost_at > COORDINATOR_RETURN_LIMIT_S:
         reason = f"no coordinator for {COORDINATOR_RETURN_LIMIT_S:g} s"
         _finish(turn, _leave(turn, reason))
+    elif (why := node_drain.why_not_wait(state, turn.now)) is not None:
+        _finish(turn, _leave(turn, why))
     if state.settings is None:
         return
     if state.unsent or turn.now - state.beat_at >= turn.timeouts.heartbeat_interval_s:

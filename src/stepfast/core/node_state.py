@@ -159,6 +159,8 @@ class NodeState:
     cancelled: tuple[SnapshotId, ...] = ()  # the newest that nobody writes any more
     committing: tuple[SnapshotId, ...] = ()  # also those that were given up and have not ended
     committed: CommitDone | None = None  # the newest by this node: told again when asked
+    drains_for: str | None = None  # why this node has to leave; it waits to be let go
+    drain_deadline: float | None = None
     finish: FinishJob | None = None
     failed_after: tuple[Rank, ...] = ()  # ranks whose script failed behind the resilient function
     is_job_over: bool = False  # the coordinator said so: what ranks left is of no use any more
@@ -307,9 +309,12 @@ class NodeNoted:
 
 @dataclass(frozen=True, slots=True)
 class NodeStopRequested:
-    """Input: SIGTERM or SIGINT to this agent."""
+    """Input: SIGTERM or SIGINT to this agent. `drains`: there is a grace in which what it holds can
+    be made durable.
+    """
 
     reason: str
+    drains: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,7 @@ def coordinator_command(job: JobFile) -> list[str]:
         f"--listen=0.0.0.0:{PORT}",
         f"--metrics-port={METRICS_PORT}",
         f"--token-file={_TOKEN_FILE}",
+        "--replaceable",
         *_flags(settings),
     ]
 
