@@ -93,6 +93,53 @@ def test_connecting_retries_refused_and_silent_ports_within_a_bound():
     assert took_s < ONE_TRY_S + SLACK_S
 
 
+class Names(asyncio.SelectorEventLoop):
+    """A loop whose resolver answers as told, one answer for each look-up, the last one for ever."""
+
+    def __init__(self, *answers: str | None) -> None:
+        super().__init__()
+        self.answers = list(answers)
+        self.looked_up: list[str | None] = []
+
+    async def getaddrinfo(self, host, port, **more):
+        if host != "job-coord-0-0.job":
+            return await super().getaddrinfo(host, port, **more)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        self.looked_up.append(answer)
+        if answer is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (answer, port))]
+
+
+def test_a_name_is_looked_up_at_each_try_and_a_coordinator_that_moved_is_found():
+    """As in a cluster: no such name yet, then the address of a pod that is gone, then its own."""
+    loop = Names(None, None, "127.0.0.2", "127.0.0.1")
+    port = free_tcp_port()
+
+    async def listen(connection: ServerConnection) -> None:
+        await connection.wait_closed()
+
+    async def move() -> None:
+        connected = asyncio.Event()
+        link = link_to("job-coord-0-0.job", port, connected)
+        async with serve(listen, "127.0.0.1", port, close_timeout=0.2):
+            keeping = asyncio.create_task(link.keep(SLACK_S))
+            async with asyncio.timeout(SLACK_S):
+                await connected.wait()
+            assert loop.looked_up == [None, None, "127.0.0.2", "127.0.0.1"]
+            connected.clear()
+        loop.answers = ["127.0.0.1", "127.0.0.3"]  # for a moment the old one, as DNS has it
+        async with serve(listen, "127.0.0.3", port, close_timeout=0.2):
+            async with asyncio.timeout(SLACK_S):
+                await connected.wait()
+            keeping.cancel()
+            await asyncio.wait({keeping})
+        assert set(loop.looked_up[4:]) == {"127.0.0.1", "127.0.0.3"}
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(move())
+
+
 PROBE = COORDINATOR_TO_AGENT.encode(ProbeRanks(probe=1, generation=Generation(1)))
 
 

@@ -135,6 +135,8 @@ def _trainjob(job: JobFile, profile: Profile) -> list[Object]:
     themselves. None of the fields that came or went between Trainer 2.0 and 2.3 is used.
     """
     spec = _jobset_spec(job, profile)
+    # Trainer makes a JobSet that expired anew, with all its restarts before it (trainer#3779).
+    del spec["ttlSecondsAfterFinished"]
     node = spec["replicatedJobs"][1]["template"]["metadata"]["labels"]
     node[f"{_TRAINER_API}/trainjob-ancestor-step"] = "trainer"
     metadata = _metadata(job, job.name)

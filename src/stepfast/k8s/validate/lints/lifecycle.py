@@ -158,6 +158,10 @@ def _runtime(document: Document) -> Iterator[Hit]:
     for name in ("numProcPerNode", "elasticPolicy"):
         if torch.at(name).exists:
             yield Hit(torch.at(name), "Kubeflow Trainer 2.2 removed it", "remove it")
+    expiry = root.at("spec", "template", "spec", "ttlSecondsAfterFinished")
+    if expiry.exists:
+        reason = "Trainer makes a JobSet that expired anew, and its restarts are counted from 0"
+        yield Hit(expiry, reason, "remove it, and delete finished TrainJobs yourself")
     jobs = root.at("spec", "template", "spec", "replicatedJobs")
     marked = [
         job
