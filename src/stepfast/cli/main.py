@@ -176,4 +176,5 @@ def _agent(config: JobConfig, options: argparse.Namespace) -> int:
         token=_token(config),
         script=_checked_script(options.script),
         script_args=tuple(options.script_args),
+        machine_root=options.machine_root,
     )

@@ -13,6 +13,7 @@ import msgspec
 
 from stepfast.core.durable import CheckpointSettings, ShardFile
 from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
+from stepfast.core.node_health import HealthReported
 from stepfast.core.terms import (
     NO_GENERATION,
     Generation,
@@ -545,6 +546,7 @@ class RankProbe(_Message, frozen=True, kw_only=True):
 
 FromAgent = (
     Hello
+    | HealthReported
     | NodeReport
     | FaultReported
     | HangSuspected
