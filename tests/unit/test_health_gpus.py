@@ -160,7 +160,7 @@ def stand_in() -> Any:
     return module
 
 
-def test_the_stand_in_keeps_to_the_names_parameters_and_numbers_of_the_real_module():
+def test_the_stand_in_keeps_to_the_names_and_numbers_of_the_real_module():
     real, fake = importlib.import_module("pynvml"), stand_in()
     assert real.__file__ != fake.__file__
     used = set(re.findall(r"nvml\.((?:nvml|NVML|c_nvml)\w+)", Path(nvml.__file__).read_text()))

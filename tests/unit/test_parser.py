@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from stepfast.cli.main import main
@@ -56,5 +58,5 @@ def test_a_coordinator_takes_every_setting_that_is_not_an_agents_alone() -> None
 
 
 def flags_of_coordinator() -> list[str]:
-    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
-    return [f for action in commands["coordinator"]._actions for f in action.option_strings]
+    (commands,) = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    return [f for a in commands.choices["coordinator"]._actions for f in a.option_strings]
