@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import urllib.error
@@ -13,8 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.harness import STEPFAST, TINY, Command, Job, finish
 from cluster.test_endings import coordinator, port_of
 from stepfast.events import NodeChecked, NodeJoined, Recovered, SloBreached
+from unit.test_health_efa import adapter
 
 STEPS = 10_000
+NVML_STAND_IN = Path(__file__).parents[1] / "fakes" / "nvml"
 
 
 def free_port() -> int:
@@ -111,6 +114,16 @@ def health_check(tmp_path: Path) -> Path:
     return command
 
 
+def a_machine_whose_gpu_wants_a_reset(root: Path) -> dict[str, str]:
+    """And whose one EFA adapter does not answer; the environment in which it is found so."""
+    (root / "dev").mkdir(parents=True)
+    (root / "dev" / "nvidiactl").touch()
+    adapter(root / "sys", "rdmap0s0", no_completion_cmds=3)
+    (root / "nvml.json").write_text('{"gpus": [{}, {"recovery": 1}]}')
+    paths = (str(NVML_STAND_IN), os.environ.get("PYTHONPATH", ""))
+    return {"NVML_STAND_IN": str(root / "nvml.json"), "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def checked(job: Job) -> list[NodeChecked]:
     return job.of_type(NodeChecked)
 
@@ -142,7 +155,18 @@ def test_a_node_that_is_unfit_leaves_with_85_and_its_evidence_is_an_event(tmp_pa
         with one_agent(tmp_path / "second", port, *health, "--health-unknown", "refuse") as agent:
             assert agent.wait(30) == UNFIT
             assert "set health_unknown to admit" in agent.last_lines[-1]
-        assert value(port, "stepfast_unfit_total") == 2
+        nvml = a_machine_whose_gpu_wants_a_reset(tmp_path / "machine")
+        root = ("--machine-root", tmp_path / "machine", *shown)
+        with one_agent(tmp_path / "gpu", port, *root, environment=nvml) as agent:
+            assert agent.wait(30) == UNFIT
+            agent.assert_nothing_left()
+        last = checked(job)[-1]
+        assert [f.check for f in last.findings if f.verdict == "unhealthy"] == [
+            "efa counters",
+            "gpu recovery action",
+        ]
+        assert "the driver asks for: GPU reset" in job.console
+        assert value(port, "stepfast_unfit_total") == 3
         theirs = free_port()
         with one_agent(tmp_path / "third", port, *health, "--metrics-port", theirs) as agent:
             job.until_running()

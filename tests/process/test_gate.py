@@ -13,6 +13,7 @@ import pytest
 
 from stepfast.agent.bounded import run_bounded
 from stepfast.agent.gate import JOIN, REFUSE, REJOIN, Checks, Gate, Look, refusal_of
+from stepfast.health.look import NO_GPUS
 from stepfast.health.verdicts import Verdict
 from stepfast.runtime.clock import SystemClock
 from stepfast.runtime.descendants import ProcessTable
@@ -152,6 +153,13 @@ def test_a_driver_that_crashes_takes_its_own_process_alone(machine: Machine):
     assert seen is not None and seen.verdict is Verdict.UNKNOWN
     assert [f.check for f in seen.of(Verdict.HEALTHY)] == ["gpu driver", "gpu count"]
     assert "signal 11, at GPU 0" in seen.of(Verdict.UNKNOWN)[0].evidence
+
+
+def test_gpus_are_not_looked_at_for_a_job_on_the_cpu(machine: Machine):
+    machine.gpus({"recovery": 1})
+    assert machine.looked(gpus=NO_GPUS) is None
+    adapter(machine.root / "sys", "rdmap0s0")
+    assert set(machine.verdicts(gpus=NO_GPUS)) == {"efa count", "efa counters"}
 
 
 def test_an_unknown_node_is_admitted_or_refused_as_the_policy_says(machine: Machine):

@@ -45,7 +45,7 @@ def test_who_is_started_knows_the_flags_that_it_is_given() -> None:
     ours = {*AGENT_ONLY, "token_file"}
     for command, names in (
         (["coordinator"], set(SETTINGS) - ours),
-        (["agent", "--coordinator", "x:1", "--", "x.py"], set(HEALTH)),
+        (["agent", "--coordinator", "x:1", "--", "x.py"], {"device", *HEALTH}),
     ):
         flags = flags_of(config, sorted(names))
         options = parse([command[0], *flags, *command[1:]])

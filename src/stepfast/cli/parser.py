@@ -49,7 +49,7 @@ _JOB = (
 )
 HEALTH = ("health_check", "health_unknown", "health_gpus", "health_efas", "health_limit_s")
 _COORDINATOR = (*_JOB, "listen", "token_file")
-_AGENT = ("host", "token_file", "join_limit_s", "metrics_port", *HEALTH)
+_AGENT = ("host", "token_file", "join_limit_s", "metrics_port", "device", *HEALTH)
 _DOCTOR = ("nproc_per_node", "job_dir", "checkpoints", "memory_dir")
 _RUN = (*_JOB, "listen", "token_file")
 

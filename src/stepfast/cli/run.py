@@ -192,7 +192,7 @@ class _Cluster:
     def _start_agent(self, node: int, address: str) -> _Child:
         arguments = ["agent", "--coordinator", address, "--node", str(node)]
         arguments += ["--metrics-port", "0"]  # one port of one machine: the coordinator has it
-        arguments += flags_of(self._config, HEALTH)
+        arguments += flags_of(self._config, ("device", *HEALTH))
         return self._start(f"node {node}", [*arguments, "--", self._script, *self._script_args])
 
     def _start(self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> _Child:

@@ -45,6 +45,7 @@ from stepfast.core.timeouts import timeouts_of
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
 from stepfast.events import JobEnded, JobOpened
 from stepfast.health.command import parsed
+from stepfast.health.look import NO_GPUS
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.observe.summary import summarize, write_summary
 from stepfast.runtime.clock import SystemClock
@@ -388,7 +389,7 @@ def serve_agent(
     checks = Checks(
         command=parsed(config.health_check),
         unknown=config.health_unknown,
-        gpus=config.health_gpus,
+        gpus=NO_GPUS if config.device == "cpu" else config.health_gpus,
         efas=config.health_efas,
         limit_s=config.health_limit_s,
         root=Path(machine_root),

@@ -8,6 +8,7 @@ what. Does not own: the deadline (`agent.gate`). Invariant: it changes nothing, 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -16,17 +17,20 @@ import msgspec
 from stepfast.health import efa, nvml
 from stepfast.health.verdicts import Finding, unknown
 
+NO_GPUS = -1  # instead of a count: whatever there is, it is not for this job
 _ENCODER = msgspec.json.Encoder()
 
 
 def has_gpus(root: Path, expected: int) -> bool:
     """Whether there is, or should be, anything to ask the driver about."""
-    return expected > 0 or (root / "dev" / "nvidiactl").exists()
+    if expected == NO_GPUS:
+        return False
+    return expected > 0 or os.path.exists(root / "dev" / "nvidiactl")
 
 
 def has_fabric(root: Path, expected: int) -> bool:
     """Whether there is, or should be, an adapter to look at."""
-    return expected > 0 or (root / "sys" / "class" / "infiniband").exists()
+    return expected > 0 or os.path.exists(root / "sys" / "class" / "infiniband")
 
 
 def command(root: Path, gpus: int, efas: int) -> list[str]:

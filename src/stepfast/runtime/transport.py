@@ -60,6 +60,7 @@ class CoordinatorLink:
         self._before_joining = before_joining
         self._unheard_limit_s = unheard_limit_s
         self._has_heard = False  # a message of the protocol, at any time
+        self._has_ended = False  # a connection stood, and what is before the next one is due
         self._outbox: deque[bytes] = deque(maxlen=_OUTBOX_MESSAGES_MAX)
         self._pending = asyncio.Event()
         self._drained = asyncio.Event()
@@ -105,7 +106,8 @@ class CoordinatorLink:
                         f"no coordinator at {self._where()} within {limit_s:g} s: {error!r}"
                     ) from error
                 tries += 1
-            if tries == 0:
+            if self._has_ended:
+                self._has_ended = False
                 await self._prepare()
             await asyncio.sleep(_BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)])
 
@@ -161,6 +163,7 @@ class CoordinatorLink:
             finally:
                 writing.cancel()
                 self.is_connected = False
+                self._has_ended = True
                 self._on_lost()
 
     def _decoded(self, data: bytes) -> FromCoordinator:
