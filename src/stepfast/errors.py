@@ -7,6 +7,7 @@
         ├── UserError          78: the user's code or configuration; it will fail again
         │   ├── ConfigError    a setting, flag or file is wrong
         │   └── ScriptError    the script uses stepfast in a way that cannot work
+        ├── UnfitError         85: this node does not pass its health checks; another may
         └── OperatingError     1: the world failed (port, disk, memory, peer); try again
             ├── NoRoomError    the node's memory is too small for the snapshots
             └── StateError     a slot or layout does not match what is asked of it
@@ -49,6 +50,12 @@ class ConfigError(UserError):
 
 class ScriptError(UserError):
     """The training script uses stepfast in a way that cannot work."""
+
+
+class UnfitError(StepfastError):
+    """This node does not pass its health checks. Trying again may help elsewhere, not here."""
+
+    exit_code = EXIT_NODE_UNFIT
 
 
 class OperatingError(StepfastError):

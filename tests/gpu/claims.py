@@ -5,7 +5,7 @@ The order is the report's. `tests/gpu_status.py` makes docs/gpu-status.md of it.
 
 from __future__ import annotations
 
-from gpu import jobs, memory, processes
+from gpu import health, jobs, memory, processes
 from gpu.bench import Claim
 
 _STAGING = "tests/unit/test_staging.py::"
@@ -13,6 +13,8 @@ _DEVICE = "tests/unit/test_device.py::"
 _FAULTS = "tests/unit/core/test_faults.py::"
 _RECOVERY = "tests/unit/core/test_job_recovery.py::"
 _PROCESSES = "tests/process/test_processes.py::"
+_GATE = "tests/process/test_gate.py::"
+_GPUS = "tests/unit/test_health_gpus.py::"
 _REPORT = "tests/unit/test_report.py::"
 
 CLAIMS = (
@@ -81,6 +83,18 @@ CLAIMS = (
             f"{_PROCESSES}test_a_harmful_import_is_taken_out_and_a_failed_one_is_told",
             f"{_PROCESSES}test_a_rank_is_born_clean",
         ),
+    ),
+    Claim(
+        name="a node looked at",
+        says="NVML's answers about GPUs that train are read as healthy, or named as unknown.",
+        measure=health.node_looked_at,
+        doubles=(
+            f"{_GATE}test_a_machine_that_is_well_is_healthy",
+            f"{_GATE}test_a_gpu_that_is_not_well_is_found",
+            f"{_GATE}test_a_driver_that_hangs_is_not_waited_for_and_is_no_healthy_one",
+            f"{_GPUS}test_the_stand_in_keeps_to_the_names_and_numbers_of_the_real_module",
+        ),
+        not_shown="what a GPU that is not well answers",
     ),
     Claim(
         name="NCCL abort and re-init",

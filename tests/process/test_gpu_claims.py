@@ -16,6 +16,7 @@ PROCESSES = (
     "an uncorrectable ECC error is told",
     "SIGKILL beside live contexts",
     "fork before CUDA",
+    "a node looked at",
     "NCCL abort and re-init",
     "NCCL abort with peers",
     "CUDA context kept",

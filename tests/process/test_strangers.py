@@ -29,8 +29,9 @@ from stepfast.core.messages import (
     Noted,
     Welcome,
 )
+from stepfast.core.node_health import HealthReported
 from stepfast.core.terms import NodeId, Rank, Step
-from stepfast.events import NodeLeft, Note
+from stepfast.events import NodeChecked, NodeLeft, Note
 from stepfast.runtime.wire import AGENT_TO_COORDINATOR, COORDINATOR_TO_AGENT
 
 TOKEN = "the right one"
@@ -120,6 +121,16 @@ def hello(node: int, *, protocol: int = PROTOCOL_VERSION, pid: int = 8) -> bytes
     )
 
 
+def unfit(node: int, *, admitted: bool = False) -> bytes:
+    """What a node says instead of joining."""
+    checked = NodeChecked(
+        node=node, occasion="join", verdict="unhealthy", admitted=admitted, seconds=0.1,
+        healthy=(), findings=(),
+    )  # fmt: skip
+    told = HealthReported(protocol=PROTOCOL_VERSION, checked=checked)
+    return AGENT_TO_COORDINATOR.encode(told)
+
+
 def beat(node: int, rank: int) -> bytes:
     return AGENT_TO_COORDINATOR.encode(Heartbeat(node=NodeId(node), steps={Rank(rank): Step(3)}))
 
@@ -167,6 +178,10 @@ def garbage(port: Port, chance: random.Random) -> Iterator[Callable[[], socket.s
     yield lambda: port.upgraded(frame(hello(1, protocol=PROTOCOL_VERSION + 1)))
     for node in (0, -1, 3, 1 << 62):
         yield lambda node=node: port.upgraded(frame(hello(node)))
+    for node, admitted in ((1, True), (3, False), (-1, False)):
+        told = unfit(node, admitted=admitted)
+        yield lambda told=told: port.upgraded(frame(told))
+    yield lambda: port.upgraded(frame(unfit(1)), frame(hello(0)), frame(beat(0, 0)))
     yield lambda: port.upgraded(frame(hello(1)), frame(hello(1)))
     yield lambda: port.upgraded(frame(hello(1)), frame(beat(0, 0)))
     yield lambda: port.upgraded(frame(hello(1)), frame(beat(1, 0)))
@@ -202,6 +217,8 @@ def test_garbage_of_every_kind_changes_nothing_and_leaves_nothing(port: Port):
     assert {"it spoke for another node"} < {e.reason for e in left}
     assert len(left) >= 2 * TURNS, "whatever ended a connection, its node may come again"
     assert len([n for n in port.job.of_type(Note) if n.topic == "stranger"]) <= 100
+    told = port.job.of_type(NodeChecked)
+    assert len(told) == TURNS and not any(each.admitted for each in told), "what is of the job"
 
 
 def test_a_newcomer_gets_in_while_silent_connections_hold_every_place(port: Port):

@@ -24,6 +24,7 @@ from typing import Any
 from stepfast.agent import memory
 from stepfast.agent.durable import DurableWork
 from stepfast.agent.first_look import refuse_without_store
+from stepfast.agent.gate import JOIN, REJOIN, Checks, Gate, health_message, refusal_of
 from stepfast.agent.processes import NodeCallbacks, NodeProcesses, RankEnd, RankProcess
 from stepfast.agent.status import NodeStatus
 from stepfast.agent.tail import LogTail, log_tail
@@ -41,6 +42,7 @@ from stepfast.core.messages import (
     StartGeneration,
     Welcome,
 )
+from stepfast.core.node_health import HealthReported
 from stepfast.core.node_state import (
     CoordinatorConnected,
     CoordinatorLost,
@@ -71,7 +73,7 @@ from stepfast.core.outputs import (
     WriteSlot,
 )
 from stepfast.core.terms import NodeId, Rank, SnapshotId
-from stepfast.errors import ConfigError, OperatingError, StepfastError
+from stepfast.errors import ConfigError, OperatingError, StepfastError, UnfitError
 from stepfast.health import limits
 from stepfast.runtime.descendants import read_process
 from stepfast.runtime.driver import Driver
@@ -90,6 +92,7 @@ _DRAIN_LIMIT_S = 2.0
 _CLOSE_GRACE_S = 1.0
 _STORE_PAUSE_S = 0.1  # before a store is tried again, doubled each time
 _STORE_PAUSES_MAX = 6  # ... so often
+_UNFIT_TELL_LIMIT_S = 20.0  # the coordinator of a job that begins may be on its way
 
 # Behind these messages stands a change of what the slots hold, or of who must know it.
 _LOOK_AT_SLOTS = (RankEntered, RankQuiet, RankReturned)
@@ -117,6 +120,7 @@ class Agent:
         clock: Clock,
         show: Callable[[str], None],
         script: Script,
+        checks: Checks,
     ) -> None:
         """`show` prints one line on the console."""
         self._script = script
@@ -137,10 +141,14 @@ class Agent:
         self._link = CoordinatorLink(
             coordinator,
             token=token,
-            on_connected=lambda: self._feed(CoordinatorConnected()),
+            on_connected=self._connected,
             on_message=self._from_coordinator,
             on_lost=lambda: self._feed(CoordinatorLost()),
+            before_joining=self._pass_gate,
         )
+        self._gate = Gate(checks, clock)
+        self._health: HealthReported | None = None  # of the last look, if there was any
+        self._has_joined = False
         state = NodeState(node=node_id, host=host, pid=os.getpid(), slot_root="", log_root="")
         self._driver: Driver[NodeState, NodeInput] = Driver(node.step, state, self, clock)
         self.status = NodeStatus(clock, lambda: self._driver.state)
@@ -232,6 +240,28 @@ class Agent:
         """
         if not self._exit.done():
             self._exit.set_exception(error)
+
+    # --- the gate --------------------------------------------------------------------------------
+
+    async def _pass_gate(self) -> None:
+        """Before the first connection and whenever one has ended. Raises UnfitError where this node
+        may not join, behind having told the coordinator why.
+        """
+        seen = await self._gate.look(REJOIN if self._has_joined else JOIN)
+        if seen is None:
+            return
+        admitted = self._gate.admits(seen)
+        self.status.health = {f.check: f.verdict.value for f in seen.findings}
+        self._health = health_message(self._node_id, seen, admitted=admitted)
+        if not admitted:
+            await self._link.tell_once(self._health, _UNFIT_TELL_LIMIT_S)
+            raise UnfitError(refusal_of(seen))
+
+    def _connected(self) -> None:
+        self._has_joined = True
+        self._feed(CoordinatorConnected())
+        if self._health is not None:
+            self._link.send(self._health)
 
     # --- inputs ----------------------------------------------------------------------------------
 

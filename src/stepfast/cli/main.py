@@ -121,10 +121,9 @@ def _checked_script(script: str) -> str:
 
 def _token(config: JobConfig) -> str | None:
     """The job's token; never logged, never in an event."""
-    if config.token_file:
-        return read_token(Path(config.token_file))
     # Taken out: what is started from here has no use for it, but for what is given it on purpose.
-    return os.environ.pop("STEPFAST_TOKEN", "") or None
+    given = os.environ.pop("STEPFAST_TOKEN", "")
+    return read_token(Path(config.token_file)) if config.token_file else given or None
 
 
 def _checked_token(config: JobConfig) -> str | None:
@@ -177,4 +176,5 @@ def _agent(config: JobConfig, options: argparse.Namespace) -> int:
         token=_token(config),
         script=_checked_script(options.script),
         script_args=tuple(options.script_args),
+        machine_root=options.machine_root,
     )

@@ -49,9 +49,9 @@ _JOB = (
     "slo_recovery_s",
     "slo_steps_lost",
 )
-_HEALTH = ("health_check", "health_unknown", "health_gpus", "health_efas", "health_limit_s")
+HEALTH = ("health_check", "health_unknown", "health_gpus", "health_efas", "health_limit_s")
 _COORDINATOR = (*_JOB, "listen", "token_file")
-_AGENT = ("host", "token_file", "join_limit_s", "metrics_port", *_HEALTH)
+_AGENT = ("host", "token_file", "join_limit_s", "metrics_port", "device", *HEALTH)
 _DOCTOR = ("nproc_per_node", "job_dir", "checkpoints", "memory_dir")
 _RUN = (*_JOB, "listen", "token_file")
 
@@ -104,7 +104,7 @@ _METAVARS = {  # where a setting's last word does not say it
     "metrics_port": "PORT",
     "health_check": "CMD",
 }
-AGENT_ONLY = ("host", *_HEALTH)  # what a coordinator has no use for
+AGENT_ONLY = ("host", *HEALTH)  # what a coordinator has no use for
 
 
 class _Parser(argparse.ArgumentParser):
@@ -199,6 +199,7 @@ def _add_agent(commands: argparse._SubParsersAction[_Parser]) -> None:
     agent.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="the coordinator")
     agent.add_argument("--node", type=int, default=0, help="this node's number, from 0")
     agent.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    agent.add_argument("--machine-root", default="/", help=argparse.SUPPRESS)
     _add_settings(agent, _AGENT)
     _add_script(agent)
 

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +24,9 @@ from typing import IO
 from stepfast.agent import memory
 from stepfast.agent.daemon import KEPT_MARK
 from stepfast.checkpoint.arena import job_slots
-from stepfast.cli.parser import AGENT_ONLY
+from stepfast.cli.parser import AGENT_ONLY, HEALTH
 from stepfast.cli.serve import SUMMARY_FILE, listen, new_job_dir
-from stepfast.config import JobConfig
+from stepfast.config import SETTINGS, JobConfig
 from stepfast.core.durable import DRAIN_LIMIT_S
 from stepfast.core.terms import JobId
 from stepfast.errors import (
@@ -170,7 +171,8 @@ class _Cluster:
         arguments = ["coordinator", "--listen-fd", str(listen_fd), "--marked", *more]
         if self._check_of is not None:
             arguments += ["--check-of", self._check_of]
-        arguments += ["--script-name", self._script, *flags_of(self._config)]
+        names = [name for name in SETTINGS if name not in (*AGENT_ONLY, "token_file")]
+        arguments += ["--script-name", self._script, *flags_of(self._config, names)]
         return self._start("coordinator", arguments, pass_fds=(listen_fd,))
 
     def _try_restart_coordinator(self) -> bool:
@@ -190,6 +192,7 @@ class _Cluster:
     def _start_agent(self, node: int, address: str) -> _Child:
         arguments = ["agent", "--coordinator", address, "--node", str(node)]
         arguments += ["--metrics-port", "0"]  # one port of one machine: the coordinator has it
+        arguments += flags_of(self._config, ("device", *HEALTH))
         return self._start(f"node {node}", [*arguments, "--", self._script, *self._script_args])
 
     def _start(self, name: str, arguments: list[str], pass_fds: tuple[int, ...] = ()) -> _Child:
@@ -285,12 +288,12 @@ class _Cluster:
         return shown
 
 
-def flags_of(config: JobConfig) -> list[str]:
-    """The settings as flags: the coordinator gets what this process read."""
+def flags_of(config: JobConfig, names: Iterable[str]) -> list[str]:
+    """These settings as flags: who is started here gets what this process read."""
     flags: list[str] = []
-    for name in JobConfig.__dataclass_fields__:
+    for name in names:
         value = getattr(config, name)
-        if name in AGENT_ONLY or name == "token_file" or value in ("", None, ()):
+        if value in ("", None, ()):
             continue
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, tuple):

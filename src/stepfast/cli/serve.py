@@ -22,6 +22,7 @@ from typing import Any
 import stepfast
 from stepfast.agent import memory
 from stepfast.agent.daemon import KEPT_MARK, Agent, Script
+from stepfast.agent.gate import Checks
 from stepfast.checkpoint.arena import job_slots
 from stepfast.cli.check import Outlook, check_settings, look_ahead, misfits, obstacles, table
 from stepfast.config import JobConfig, metadata_of, split_address
@@ -44,6 +45,8 @@ from stepfast.core.terms import NO_GENERATION, NodeId
 from stepfast.core.timeouts import timeouts_of
 from stepfast.errors import EXIT_FINISHED, EXIT_TRY_AGAIN, EXIT_USER_ERROR, ConfigError
 from stepfast.events import JobEnded, JobOpened
+from stepfast.health.command import parsed
+from stepfast.health.look import NO_GPUS
 from stepfast.observe.console import LAST_WORDS_MARK, PROGRESS_MARK
 from stepfast.observe.summary import summarize, write_summary
 from stepfast.runtime.clock import SystemClock
@@ -415,9 +418,18 @@ def serve_agent(
     token: str | None,
     script: str,
     script_args: tuple[str, ...],
+    machine_root: str,
 ) -> int:
     """Serve one node to the job's end; the exit code."""
 
+    checks = Checks(
+        command=parsed(config.health_check),
+        unknown=config.health_unknown,
+        gpus=NO_GPUS if config.device == "cpu" else config.health_gpus,
+        efas=config.health_efas,
+        limit_s=config.health_limit_s,
+        root=Path(machine_root),
+    )
     lines = LineWriter(sys.stdout)
     status_listener = _status_listener(config, config.host)
 
@@ -429,6 +441,7 @@ def serve_agent(
             token=token,
             clock=SystemClock(),
             show=lambda line: lines.write(line + "\n"),
+            checks=checks,
             script=Script(path=script, args=script_args, working_directory=os.getcwd()),
         )
         loop = asyncio.get_running_loop()

@@ -35,7 +35,13 @@ from stepfast.core.job_state import (
     Tick,
 )
 from stepfast.core.membership import speaks_for
-from stepfast.core.messages import MESSAGE_BYTES_MAX, PROTOCOL_VERSION, FromCoordinator, Hello
+from stepfast.core.messages import (
+    MESSAGE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    FromCoordinator,
+    Hello,
+)
+from stepfast.core.node_health import HealthReported
 from stepfast.core.outputs import EndProcess, Output, Persist, Record, SendToNode
 from stepfast.core.quantities import counted
 from stepfast.core.terms import NodeId
@@ -237,6 +243,9 @@ class JobServer:
         try:
             await websocket.accept()
             hello = await self._hello(websocket)  # waited for as long as a stranger may stay
+            if isinstance(hello, HealthReported):
+                await self._hear_unfit(websocket, hello)
+                return
         except (OperatingError, WebSocketDisconnect, RuntimeError, KeyError) as error:
             await self._refuse(websocket, f"no hello of this protocol: {error}")
             return
@@ -256,11 +265,19 @@ class JobServer:
         with suppress(RuntimeError, WebSocketDisconnect):  # it may be gone already
             await websocket.close(CLOSE_REFUSED, reason)
 
-    async def _hello(self, websocket: WebSocket) -> Hello:
+    async def _hello(self, websocket: WebSocket) -> Hello | HealthReported:
         message = AGENT_TO_COORDINATOR.decode(await websocket.receive_bytes())
-        if not isinstance(message, Hello):
+        if not isinstance(message, Hello | HealthReported):
             raise OperatingError(f"{type(message).__name__} before hello")
         return message
+
+    async def _hear_unfit(self, websocket: WebSocket, told: HealthReported) -> None:
+        """A node that does not join says why, and no more."""
+        is_of_job = told.protocol == PROTOCOL_VERSION and 0 <= told.node < self.state.nodes
+        if told.checked.admitted or not is_of_job:
+            raise OperatingError("health without a hello")
+        self._feed(FromNode(NodeId(told.node), told))
+        await websocket.close()
 
     def _refusal(self, hello: Hello) -> str | None:
         if hello.protocol != PROTOCOL_VERSION:

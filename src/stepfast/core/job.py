@@ -50,6 +50,7 @@ from stepfast.core.messages import (
     StoreRefused,
     Welcome,
 )
+from stepfast.core.node_health import HealthReported
 from stepfast.core.outputs import EndProcess, Output
 from stepfast.core.placement import ranks_of
 from stepfast.core.quantities import numbered
@@ -88,6 +89,9 @@ def step(state: JobState, given: JobInput, now: float) -> tuple[JobState, tuple[
 def _from_node(turn: Turn, node: NodeId, message: object) -> None:
     if isinstance(message, Hello):
         _hello(turn, message)
+        return
+    if isinstance(message, HealthReported):
+        turn.record(message.checked)
         return
     view = turn.state.membership.nodes.get(node)
     if view is None:

@@ -13,6 +13,7 @@ import msgspec
 
 from stepfast.core.durable import CheckpointSettings, ShardFile
 from stepfast.core.faults import Evidence, ExceptionReport, Fault, Whereabouts
+from stepfast.core.node_health import HealthReported
 from stepfast.core.terms import NO_GENERATION, Generation, JobId, NodeId, Rank, SnapshotId, Step
 from stepfast.errors import EXIT_TRY_AGAIN
 
@@ -547,6 +548,7 @@ class RankProbe(_Message, frozen=True, kw_only=True):
 FromAgent = (
     Hello
     | NodeDraining
+    | HealthReported
     | NodeReport
     | FaultReported
     | HangSuspected

@@ -20,6 +20,7 @@ from stepfast.events import (
     GenerationOpened,
     JobEnded,
     JobOpened,
+    NodeChecked,
     NodeLeft,
     Note,
     Recovered,
@@ -41,6 +42,14 @@ def line_of(event: Event) -> str | None:
             return f"job {event.job_id}: {event.script} on {ranks}"
         case NodeLeft():
             return f"node {event.node} left: {event.reason}"
+        case NodeChecked(verdict="healthy"):
+            return None
+        case NodeChecked():
+            told = [
+                f"{f.check}: {f.evidence}" for f in event.findings if f.verdict == event.verdict
+            ]
+            what = "was not wholly looked at" if event.admitted else "is unfit and stays out"
+            return f"node {event.node} {what}: {_first_line('; '.join(told))}"
         case FaultSeen():
             also = " (collateral)" if event.collateral else ""
             reason = _first_line(event.reason)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import (
@@ -43,19 +43,24 @@ class CoordinatorLink:
         on_connected: Callable[[], None],
         on_message: Callable[[FromCoordinator], None],
         on_lost: Callable[[], None],
+        before_joining: Callable[[], Awaitable[None]] | None = None,
         unheard_limit_s: float = _UNHEARD_LIMIT_S,
     ) -> None:
         """Callbacks run in the loop; `on_connected` before anything else is sent.
 
-        `unheard_limit_s`: a machine that is gone does not say so, and its answer is missed first.
+        `before_joining` is awaited before the first connection, and again whenever one has ended;
+        what it raises ends `keep`. `unheard_limit_s`: a machine that is gone does not say so, and
+        its answer is missed first.
         """
         self._host, self._port = address
         self._token = token
         self._on_connected = on_connected
         self._on_message = on_message
         self._on_lost = on_lost
+        self._before_joining = before_joining
         self._unheard_limit_s = unheard_limit_s
         self._has_heard = False  # a message of the protocol, at any time
+        self._has_ended = False  # a connection stood, and what is before the next one is due
         self._outbox: deque[bytes] = deque(maxlen=_OUTBOX_MESSAGES_MAX)
         self._pending = asyncio.Event()
         self._drained = asyncio.Event()
@@ -83,6 +88,7 @@ class CoordinatorLink:
         where the coordinator refuses this agent.
         """
         tries = 0
+        await self._prepare()
         deadline = asyncio.get_running_loop().time() + limit_s
         while True:
             try:
@@ -100,12 +106,37 @@ class CoordinatorLink:
                         f"no coordinator at {self._where()} within {limit_s:g} s: {error!r}"
                     ) from error
                 tries += 1
+            if self._has_ended:
+                self._has_ended = False
+                await self._prepare()
             await asyncio.sleep(_BACKOFF_S[min(tries, len(_BACKOFF_S) - 1)])
 
-    async def _converse(self) -> None:
+    async def _prepare(self) -> None:
+        if self._before_joining is not None:
+            await self._before_joining()
+
+    async def tell_once(self, message: FromAgent, limit_s: float) -> bool:
+        """Over a connection of its own, say this and nothing else; whether it left in time. Nobody
+        may talk by `keep` meanwhile.
+        """
+        data = AGENT_TO_COORDINATOR.encode(message)
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    try:
+                        async with self._connection() as connection:
+                            await connection.send(data)
+                            await connection.wait_closed()  # the coordinator does, when it has it
+                        return True
+                    except (OSError, TimeoutError, WebSocketException):
+                        await asyncio.sleep(_BACKOFF_S[-2])
+        except TimeoutError:
+            return False
+
+    def _connection(self) -> connect:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         host = f"[{self._host}]" if ":" in self._host else self._host
-        async with connect(
+        return connect(
             f"ws://{host}:{self._port}/agent",
             additional_headers=headers,
             open_timeout=_CONNECT_LIMIT_S,
@@ -114,7 +145,10 @@ class CoordinatorLink:
             max_size=MESSAGE_BYTES_MAX,
             compression=None,
             proxy=None,
-        ) as connection:
+        )
+
+    async def _converse(self) -> None:
+        async with self._connection() as connection:
             _end_when_unheard(connection, self._unheard_limit_s)
             # levels of before are said anew by the hello and the report after it
             self._outbox.clear()
@@ -129,6 +163,7 @@ class CoordinatorLink:
             finally:
                 writing.cancel()
                 self.is_connected = False
+                self._has_ended = True
                 self._on_lost()
 
     def _decoded(self, data: bytes) -> FromCoordinator:
