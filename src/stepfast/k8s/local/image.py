@@ -6,9 +6,9 @@ Invariant: whatever a pod mounts over a directory of this machine, stepfast is f
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import msgspec
@@ -30,23 +30,28 @@ class Image:
     """The files that every container of a run has."""
 
     def __init__(
-        self, directory: Path, given: Mapping[str, Path], *, hidden: frozenset[str], is_plain: bool
+        self,
+        directory: Path,
+        given: Mapping[str, Path],
+        *,
+        hidden: AbstractSet[str],
+        is_plain: bool,
     ) -> None:
         """`given`: this machine's directories by their places inside; `hidden`: places that pods
         mount something over; `is_plain`: there are no mounts, and nothing is inside of anything.
         """
         self._is_plain = is_plain
         self._given = dict(given)
-        binaries = directory / "bin"
-        binaries.mkdir()
-        launcher = binaries / "stepfast"
-        launcher.write_text(_LAUNCHER.format(python=sys.executable))
-        launcher.chmod(0o755)
-        self._binaries = binaries
         self._package = Path(__file__).parents[2]  # its top, without importing it
-        for prefix in {sys.prefix, sys.base_prefix} if not is_plain else set():
-            if any(_is_below(prefix, place) for place in hidden):
-                raise ConfigError(f"Python lies in {prefix}, which a volume of the pods would hide")
+        self._python = Path(sys.executable)
+        self._moved = _moved_prefix(frozenset() if is_plain else hidden)
+        if self._moved:
+            self._python = Path(_INSIDE, "python", self._python.relative_to(self._moved))
+        self._binaries = directory / "bin"
+        self._binaries.mkdir()
+        launcher = self._binaries / "stepfast"
+        launcher.write_text(_LAUNCHER.format(python=self._python))
+        launcher.chmod(0o755)
 
     @property
     def binds(self) -> list[Bind]:
@@ -55,13 +60,15 @@ class Image:
             (str(self._package), f"{_INSIDE}/lib/stepfast", True),
             (str(self._binaries), f"{_INSIDE}/bin", True),
         ]
+        if self._moved:
+            own.append((self._moved, f"{_INSIDE}/python", True))
         return [*own, *((str(path), place, True) for place, path in sorted(self._given.items()))]
 
     def environment(self) -> dict[str, str]:
         """What an image would say of its own."""
         library = str(self._package.parent) if self._is_plain else f"{_INSIDE}/lib"
         binaries = str(self._binaries) if self._is_plain else f"{_INSIDE}/bin"
-        path = [binaries, os.path.dirname(sys.executable), _PATH]
+        path = [binaries, str(self._python.parent), _PATH]
         return {"PATH": ":".join(path), "PYTHONPATH": library, "LANG": "C.UTF-8", "HOME": "/"}
 
     def plain_box(self, box: Box, binds: list[Bind], names: Mapping[str, str]) -> Box:
@@ -74,6 +81,19 @@ class Image:
             for n, v in box.environment.items()
         }
         return msgspec.structs.replace(box, command=words, environment=variables)
+
+
+def _moved_prefix(hidden: AbstractSet[str]) -> str | None:
+    """Python's prefix if it has to lie elsewhere inside; it finds its libraries from any place.
+
+    A virtual environment finds its base by the base's own place, which cannot be another.
+    """
+    if sys.base_prefix != sys.prefix and any(_is_below(sys.base_prefix, p) for p in hidden):
+        raise ConfigError(
+            f"Python lies in {sys.base_prefix}, which a volume of the pods would hide: run this"
+            " with a Python outside of " + ", ".join(sorted(hidden))
+        )
+    return sys.prefix if any(_is_below(sys.prefix, place) for place in hidden) else None
 
 
 def _translated(text: str, places: Mapping[str, str], names: Mapping[str, str]) -> str:
