@@ -146,8 +146,8 @@ class TornDisk:
         self._reached()
         return count
 
-    def write_past_cache(self, descriptor: int, wanted: bool) -> bool:
-        self._reach("write_past_cache")
+    def bypass_cache(self, descriptor: int, wanted: bool) -> bool:
+        self._reach("bypass_cache")
         (self._direct.add if wanted else self._direct.discard)(descriptor)
         return True
 
@@ -165,6 +165,9 @@ class TornDisk:
         data = self._open[descriptor].data[start : start + len(buffer)]
         buffer[: len(data)] = data
         return len(data)
+
+    def is_cached(self, descriptor: int, start: int, size_bytes: int) -> bool:
+        return False
 
     def size_bytes(self, descriptor: int) -> int:
         return len(self._open[descriptor].data)

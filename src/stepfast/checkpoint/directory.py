@@ -23,8 +23,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from stepfast.checkpoint.file_errors import NOT_HERE, failure, reading_failure, short
+from stepfast.checkpoint.file_reading import FileReading, opened
 from stepfast.checkpoint.store import check_name
-from stepfast.errors import OperatingError, StateError
 from stepfast.runtime.disk import SystemDisk
 from stepfast.runtime.ports import Buffer, Disk
 
@@ -32,16 +33,8 @@ TEMPORARY_PREFIX = ".stepfast-"
 DIRECT_BYTES_MIN = 1 << 20
 """Larger objects go past the page cache, where training data lies and would have to make room."""
 _WRITEBACK_BYTES = 8 << 20  # so much may be dirty before the device is asked to begin
+_READ_THREADS_MAX = 8
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_NOT_HERE = (errno.ENOENT, errno.ENOTDIR)
-_DAMAGED = (errno.EIO, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.EUCLEAN, errno.EBADMSG)
-_ADVICE = {
-    errno.ENOSPC: "; free some space there, keep fewer checkpoints, or choose another place",
-    errno.EDQUOT: "; the quota is used up: keep fewer checkpoints, or choose another place",
-    errno.EFBIG: "; raise the limit of a file's size (ulimit -f)",
-    errno.EROFS: "; choose a place for checkpoints that can be written to",
-    errno.EACCES: "; give this user the right to it, or choose another place for checkpoints",
-}
 
 
 class DirectoryStore:
@@ -51,6 +44,9 @@ class DirectoryStore:
         """`disk`: the file system; a test's own may fail and crash."""
         self.root = Path(os.path.abspath(root))
         self.url = str(self.root)
+        # The kernel reads ahead of each of them, and copying out of the page cache is a core's
+        # work: with more threads than cores, two ranks on two read a sixth slower.
+        self.read_threads = min(_READ_THREADS_MAX, len(os.sched_getaffinity(0)))
         self._disk: Disk = SystemDisk() if disk is None else disk
         self._is_anchored = False
 
@@ -68,31 +64,36 @@ class DirectoryStore:
     def read(self, name: str, start: int = 0, size_bytes: int | None = None) -> bytes:
         """Its bytes from `start`, all there are or `size_bytes`; StateError if fewer, or absent."""
         path = self._path(name)
-        with _Reading(self._disk, path) as reading:
+        with FileReading(self._disk, path) as reading:
             wanted = reading.size_bytes - start if size_bytes is None else size_bytes
             # Asked first: a damaged length must not claim memory.
             if wanted < 0 or start + wanted > reading.size_bytes:
-                raise _short(path, start, wanted, reading.size_bytes)
+                raise short(path, start, wanted, reading.size_bytes)
             data = bytearray(wanted)
             reading.fill(start, memoryview(data))
             return bytes(data)
 
     def read_into(self, name: str, start: int, *buffers: memoryview) -> None:
         """Fill the buffers from `start`; StateError where the object has fewer bytes, or is not."""
-        with _Reading(self._disk, self._path(name)) as reading:
-            for buffer in buffers:
-                reading.fill(start, buffer)
-                start += len(buffer)
+        with FileReading(self._disk, self._path(name)) as reading:
+            reading.fill(start, *buffers)
+
+    def read_once(self, name: str, start: int, *buffers: memoryview) -> None:
+        """As `read_into`, of bytes that nobody else on this machine reads soon: unless they are in
+        the page cache already, they do not get there.
+        """
+        with FileReading(self._disk, self._path(name)) as reading:
+            reading.fill_past_cache(start, *buffers)
 
     def size_bytes(self, name: str) -> int | None:
         """The object's size; None: there is none."""
         path = self._path(name)
         try:
-            descriptor = _open(self._disk, path)
+            descriptor = opened(self._disk, path)
         except OSError as error:
-            if error.errno in _NOT_HERE:
+            if error.errno in NOT_HERE:
                 return None
-            raise _reading_failure(path, error) from error
+            raise reading_failure(path, error) from error
         try:
             return self._disk.size_bytes(descriptor)
         finally:
@@ -119,8 +120,8 @@ class DirectoryStore:
             self._unlink(path)
             self._disk.sync_directory(os.path.dirname(path))
         except OSError as error:
-            if error.errno not in _NOT_HERE:
-                raise _failure(path, error) from error
+            if error.errno not in NOT_HERE:
+                raise failure(path, error) from error
 
     def delete_below(self, prefix: str) -> None:
         """Remove all below `prefix`, the directory too, and what writers that are gone left."""
@@ -136,8 +137,8 @@ class DirectoryStore:
             self._disk.sync_directory(os.path.dirname(top))
         except OSError as error:
             # NFS keeps a file that someone still reads, under a hidden name: the next sweep's.
-            if error.errno not in (*_NOT_HERE, errno.ENOTEMPTY):
-                raise _failure(top, error) from error
+            if error.errno not in (*NOT_HERE, errno.ENOTEMPTY):
+                raise failure(top, error) from error
 
     def delete_remains(self, prefix: str) -> None:
         """Remove only what writers that are gone left below `prefix`; objects stay."""
@@ -147,7 +148,7 @@ class DirectoryStore:
                 try:
                     self._unlink(path)
                 except OSError as error:
-                    raise _failure(path, error) from error
+                    raise failure(path, error) from error
 
     def make_directory(self, path: str) -> None:
         """Make a directory of the store and what is missing above, durably; for its writers."""
@@ -209,9 +210,9 @@ class DirectoryStore:
         try:
             return self._disk.entries(path)
         except OSError as error:
-            if error.errno in _NOT_HERE:
+            if error.errno in NOT_HERE:
                 return []
-            raise _failure(path, error) from error
+            raise failure(path, error) from error
 
     def _unlink(self, path: str) -> None:
         try:
@@ -250,10 +251,10 @@ class DirectoryWriter:
             self._descriptor = self._disk.create(self._path)
             self._disk.reserve(self._descriptor, self._size_bytes)
             if self._size_bytes >= DIRECT_BYTES_MIN:
-                self._is_direct = self._disk.write_past_cache(self._descriptor, True)
+                self._is_direct = self._disk.bypass_cache(self._descriptor, True)
         except OSError as error:
             self._throw_away()
-            raise _failure(self._target, error) from error
+            raise failure(self._target, error) from error
         return self
 
     def write(self, data: Buffer) -> None:
@@ -269,7 +270,7 @@ class DirectoryWriter:
                 self._disk.start_writeback(self._descriptor, 0, self._written)
                 self._on_its_way = self._written
         except OSError as error:
-            raise _failure(self._target, error) from error
+            raise failure(self._target, error) from error
 
     def _write(self, rest: memoryview) -> int:
         if self._is_direct and self._is_whole_pages(rest):
@@ -279,7 +280,7 @@ class DirectoryWriter:
                 if error.errno != errno.EINVAL:  # a file system that has rules of its own
                     raise
         if self._is_direct:  # the end of the file, mostly
-            self._disk.write_past_cache(self._descriptor, False)
+            self._disk.bypass_cache(self._descriptor, False)
             self._is_direct = False
         return self._disk.write(self._descriptor, rest)
 
@@ -300,7 +301,7 @@ class DirectoryWriter:
         except OSError as problem:
             if self.is_named:
                 self._take_back()
-            raise _failure(self._target, problem) from problem
+            raise failure(self._target, problem) from problem
         finally:
             self._throw_away()
 
@@ -350,68 +351,5 @@ class DirectoryWriter:
             pass  # renamed; or it stays, hidden, and whoever sweeps takes it away
 
 
-def _open(disk: Disk, path: str) -> int:
-    """For reading. A name that was just given anew may lead NFS to a file that is no more: once."""
-    try:
-        return disk.open(path)
-    except OSError as error:
-        if error.errno != errno.ESTALE:
-            raise
-    return disk.open(path)
-
-
-class _Reading:
-    """A file that is read."""
-
-    def __init__(self, disk: Disk, path: str) -> None:
-        self._disk = disk
-        self._path = path
-        self._descriptor = -1
-        self.size_bytes = 0
-
-    def __enter__(self) -> Self:
-        try:
-            self._descriptor = _open(self._disk, self._path)
-            self.size_bytes = self._disk.size_bytes(self._descriptor)
-        except OSError as error:
-            raise _reading_failure(self._path, error) from error
-        return self
-
-    def fill(self, start: int, buffer: memoryview) -> None:
-        done = 0
-        try:
-            while done < len(buffer):
-                count = self._disk.read_into(self._descriptor, start + done, buffer[done:])
-                if count == 0:
-                    raise _short(self._path, start, len(buffer), start + done)
-                done += count
-        except OSError as error:
-            raise _reading_failure(self._path, error) from error
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._disk.close(self._descriptor)
-
-
 def _is_object(name: str) -> bool:
     return not name.rpartition("/")[2].startswith(".")  # NFS has hidden files of its own
-
-
-def _short(path: str, start: int, wanted_bytes: int, size_bytes: int) -> StateError:
-    return StateError(
-        f"{path}: bytes {start} to {start + wanted_bytes} were wanted, it has {size_bytes}"
-    )
-
-
-def _failure(path: str, error: OSError) -> OperatingError:
-    return OperatingError(f"{path}: {error.strerror or error}{_ADVICE.get(error.errno or 0, '')}")
-
-
-def _reading_failure(path: str, error: OSError) -> OperatingError:
-    if error.errno in (*_NOT_HERE, *_DAMAGED):
-        return StateError(f"{path}: {error.strerror or error}")
-    return _failure(path, error)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from stepfast.checkpoint import layout as layouts
 from stepfast.checkpoint.blocks import is_right
@@ -36,8 +36,11 @@ from stepfast.errors import StateError
 _Result = TypeVar("_Result")
 OnRead = Callable[[int], None]  # is told how many bytes came; what it raises ends the reading
 
-READ_THREADS = 8
 _FIRST_READ_BYTES = 64 << 10  # most headers, in one read
+
+
+class _Read(Protocol):
+    def __call__(self, name: str, start: int, /, *parts: memoryview) -> None: ...
 
 
 class CheckpointDamaged(StateError):
@@ -140,8 +143,9 @@ class StoredCheckpoint:
 
         Where one is damaged, any of that memory may hold what is wrong.
         """
-        reads = (partial(self._read_block, rank, number, into) for number, into in blocks.items())
-        for size_bytes in in_parallel(_call, reads, READ_THREADS):
+        read = self._store.read_once  # another rank has a file of its own
+        reads = (partial(self._read_block, rank, n, into, read) for n, into in blocks.items())
+        for size_bytes in in_parallel(_call, reads, self._store.read_threads):
             if on_read is not None:
                 on_read(size_bytes)
 
@@ -154,7 +158,7 @@ class StoredCheckpoint:
         in are read whole; a few ranges are read ahead.
         """
         reads = (partial(self._read_range, *r) for r in ranges)
-        for read_bytes, memory in in_parallel(_call, reads, READ_THREADS):
+        for read_bytes, memory in in_parallel(_call, reads, self._store.read_threads):
             if on_read is not None:
                 on_read(read_bytes)
             yield memory
@@ -169,9 +173,10 @@ class StoredCheckpoint:
             return 0, memoryview(b"")
         first, last = self.block_range(rank, blocks[0])[0], self.block_range(rank, blocks[-1])[1]
         memory = claim(last - first)
+        read = self._store.read_into  # ranks of other layouts need parts of the same blocks
         for number in blocks:
             at, behind = self.block_range(rank, number)
-            self._read_block(rank, number, [memory[at - first : behind - first]])
+            self._read_block(rank, number, [memory[at - first : behind - first]], read)
         return last - first, memory[start - first : end - first]
 
     def blocks(self, rank: int, start: int, end: int) -> range:
@@ -185,9 +190,9 @@ class StoredCheckpoint:
         start = number * file.block_bytes
         return start, min(file.size_bytes, start + file.block_bytes)
 
-    def _read_block(self, rank: int, number: int, parts: list[memoryview]) -> int:
+    def _read_block(self, rank: int, number: int, parts: list[memoryview], read: _Read) -> int:
         file, (start, end) = self._files[rank], self.block_range(rank, number)
-        self._fill(rank, start, *parts)
+        self._fill(rank, start, *parts, read=read)
         if not is_right(parts, number, file.blocks):
             raise self._damaged(
                 file.name,
@@ -195,10 +200,11 @@ class StoredCheckpoint:
             )
         return end - start
 
-    def _fill(self, rank: int, start: int, *parts: memoryview) -> None:
+    def _fill(self, rank: int, start: int, *parts: memoryview, read: _Read | None = None) -> None:
         file = self._files[rank]
+        read = read or self._store.read_into
         try:
-            self._store.read_into(f"{self.name}/{file.name}", start, *parts)
+            read(f"{self.name}/{file.name}", start, *parts)
         except StateError as error:  # which names the file
             raise CheckpointDamaged(self.snapshot, str(error)) from error
 

@@ -41,6 +41,7 @@ PART_BYTES_MIN = 16 << 20
 PARTS_MAX = 9_000  # S3 takes 10,000
 UPLOADS_AT_ONCE = 4  # parts in memory for each writer
 _TOKEN = "stepfast-writer"  # noqa: S105 - a name in an object's metadata, no secret
+_READ_THREADS = 8  # a request waits for its answer, not for a core
 _RETRIES: RetryConfig = {
     "max_retries": 8,
     "retry_timeout": timedelta(seconds=180),
@@ -96,6 +97,7 @@ class ObjectStore:
         if not parts.netloc:
             raise ConfigError(f"{parts.scheme}:// needs a bucket: {parts.scheme}://bucket/prefix")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
+        self.read_threads = _READ_THREADS
         try:
             self._store: Any = from_url(self.url, client_options=_CLIENT, retry_config=_RETRIES)
         except _ERRORS as error:
@@ -138,6 +140,10 @@ class ObjectStore:
                 buffer[:], came = came[: len(buffer)], came[len(buffer) :]
         elif self.size_bytes(name) is None:
             raise StateError(f"{self._url(name)}: there is no such object")
+
+    def read_once(self, name: str, start: int, *buffers: memoryview) -> None:
+        """As `read_into`: nothing is kept here."""
+        self.read_into(name, start, *buffers)
 
     def size_bytes(self, name: str) -> int | None:
         """The object's size; None: there is none."""

@@ -53,6 +53,11 @@ class CheckpointStore(Protocol):
         """What `open_store` takes to reach it, without credentials."""
         ...
 
+    @property
+    def read_threads(self) -> int:
+        """How many reads of a block each are best under way at once."""
+        ...
+
     def writer(self, name: str, size_bytes: int = 0) -> ObjectWriter:
         """Write the object `name`, in the place of what has the name. With an error nothing of it
         is visible. `size_bytes`, where it is known: lack of space is found at once.
@@ -71,6 +76,10 @@ class CheckpointStore(Protocol):
         """Fill the buffers, one behind the other, from `start`; StateError where the object has
         fewer bytes, or is not.
         """
+        ...
+
+    def read_once(self, name: str, start: int, *buffers: memoryview) -> None:
+        """As `read_into`, of bytes that nobody else on this machine reads soon."""
         ...
 
     def size_bytes(self, name: str) -> int | None:

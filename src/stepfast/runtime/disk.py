@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 from pathlib import Path
@@ -25,7 +26,10 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # not on macOS
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_RESIDENT = bytes(range(1, 256, 2))  # of a page's byte, the lowest bit means it
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def occupy_standard_descriptors() -> None:
@@ -83,8 +87,9 @@ class SystemDisk:
         """Append; returns how many bytes were taken, which may be fewer than given."""
         return os.write(descriptor, data)
 
-    def write_past_cache(self, descriptor: int, wanted: bool) -> bool:
-        """From now on write to the device itself, or no more; False: that cannot be had here.
+    def bypass_cache(self, descriptor: int, wanted: bool) -> bool:
+        """From now on write to and read from the device itself, or no more; False: that cannot be
+        had here.
 
         A write into the page cache costs its copy, and later the kernel's search for what is dirty:
         together thrice the processor's time, which is the training's.
@@ -113,6 +118,24 @@ class SystemDisk:
     def read_into(self, descriptor: int, start: int, buffer: memoryview) -> int:
         """Fill the buffer from `start`; returns how many bytes there were, 0 at the end."""
         return os.preadv(descriptor, [buffer], start)
+
+    def is_cached(self, descriptor: int, start: int, size_bytes: int) -> bool:
+        """Whether all these bytes lie in the page cache; said of files of others too, without a
+        look: the kernel shows theirs to nobody.
+        """
+        before = start % mmap.PAGESIZE
+        length = ctypes.c_size_t(size_bytes + before)
+        offset = ctypes.c_int64(start - before)
+        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, offset)
+        if address == _MAP_FAILED:
+            return True
+        try:
+            pages = ctypes.create_string_buffer(-(-length.value // mmap.PAGESIZE))
+            if _libc.mincore(ctypes.c_void_p(address), length, pages) != 0:
+                return True
+            return not pages.raw.translate(None, _RESIDENT)
+        finally:
+            _libc.munmap(ctypes.c_void_p(address), length)
 
     def size_bytes(self, descriptor: int) -> int:
         """The file's size."""

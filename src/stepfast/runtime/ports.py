@@ -105,10 +105,12 @@ class Disk(Protocol):
         """Append; returns how many bytes were taken, which may be fewer than given."""
         ...
 
-    def write_past_cache(self, descriptor: int, wanted: bool) -> bool:
-        """From now on write to the device itself, or no more; False: that cannot be had here.
+    def bypass_cache(self, descriptor: int, wanted: bool) -> bool:
+        """From now on write to and read from the device itself, or no more; False: that cannot be
+        had here.
 
-        Then what is written is whole pages of memory, at a place in the file that is as well.
+        Then what is written or read is whole pages of memory, at a place in the file that is as
+        well.
         """
         ...
 
@@ -122,6 +124,10 @@ class Disk(Protocol):
 
     def read_into(self, descriptor: int, start: int, buffer: memoryview) -> int:
         """Fill the buffer from `start`; returns how many bytes there were, 0 at the end."""
+        ...
+
+    def is_cached(self, descriptor: int, start: int, size_bytes: int) -> bool:
+        """Whether all these bytes lie in the page cache, or nobody can say."""
         ...
 
     def size_bytes(self, descriptor: int) -> int:
